@@ -650,7 +650,8 @@ def test_a_rank_that_ends_by_exit_handlers_leaves_nothing(tmp_path: Path) -> Non
     with mock.patch.object(atexit, "register") as register, files.installed():
         Path(tmp_path, "made").write_text("of this rank")
         assert files._files is not None
-        register.call_args[0][0]()
+        for handler in reversed(register.call_args_list):
+            handler.args[0](*handler.args[1:], **handler.kwargs)
         assert not os.path.exists(files._files.view.top)
     assert not list(tmp_path.iterdir())
 
