@@ -194,7 +194,7 @@ class Rows(torch.Tensor):
         if torch.is_grad_enabled() and name not in _DETACHING and any(x.block.requires_grad for x in found):
             raise SyncError(
                 f"{users_line()}: {func} got a sharded batch in a way that ddpshim does not see "
-                " (a C++ extension?), so its gradient would be lost. Give it x.clone() of a tensor "
+                "(a C++ extension?), so its gradient would be lost. Give it x.clone() of a tensor "
                 "outside the network, or set DDPSHIM_ROWS=off: every rank then computes whole batches."
             )
         with torch.no_grad():
@@ -349,7 +349,7 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
             if made.shape != rows.shape or made.dtype != rows.dtype:
                 raise SyncError(
                     f"{users_line()}: {name} changed the shape or type of a sharded batch in place. "
-                    " Use the variant that returns a new tensor"
+                    "Use the variant that returns a new tensor"
                 )
             written(rows, made)
     if not found:

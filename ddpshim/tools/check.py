@@ -136,24 +136,27 @@ def _says_whose(job: Launch, folder: Path) -> Iterator[str]:
 
 def _page(proof: Proof) -> str:
     text, versions = as_text(proof), f"torch {torch.__version__}, Python {platform.python_version()}"
-    (verdict,) = (line.split(": ")[1] for line in text.splitlines() if line.startswith("the same experiment: "))
     command = shlex.join(["python", "-m", "ddpshim", *sys.argv[1:]])
     where = f"ddpshim {version.__version__}, {versions}. Beside this page: the output of each process."
-    return f"# The same experiment: {verdict}\n\n```\n$ {command}\n{text}\n```\n\n{where}\n"
+    return f"# The same experiment: {_verdict(proof)}\n\n```\n$ {command}\n{text}\n```\n\n{where}\n"
+
+
+def _verdict(proof: Proof) -> str:
+    no = "no, by design" if proof.by_design else "unknown" if proof.is_unknown else "no"
+    return "yes" if proof.is_same else no
 
 
 def as_text(proof: Proof) -> str:
     """Return the notes and the verdict; if it is "no", also why, or the first difference and its usual cause."""
-    lines = [f"note: {note}" for note in proof.notes]
+    lines = [*(f"note: {note}" for note in proof.notes), f"the same experiment: {_verdict(proof)}"]
     if proof.is_same:
-        lines.append("the same experiment: yes")
         after = f"{count(proof.num_steps, 'step')} on {count(proof.num_ranks, 'rank')}"
         if proof.difference is not None:
             after += f"; then weights differ from the single-process ones by {proof.difference:.0e} of their size"
         lines += [f"  {after}", f"  not compared: {_NEVER_COMPARED}"]
     elif proof.by_design:
+        lines[-1] += ": data parallel ranks differ from one process in"
         lines += [
-            "the same experiment: no, by design: data parallel ranks differ from one process in",
             *(f"  {own}" for own in proof.by_design),
             f"  {count(proof.num_steps, 'step')} on {count(proof.num_ranks, 'rank')} are right as far as that can be "
             "seen: batch sizes, weights at the start, gradients equal on all ranks, learning rates",
@@ -161,8 +164,6 @@ def as_text(proof: Proof) -> str:
             "  for single-process numbers: the trainer without its own distribution by `python -m ddpshim run`, or "
             'ddpshim.setup(batch="global")',
         ]
-    else:
-        lines.append(f"the same experiment: {'unknown' if proof.is_unknown else 'no'}")
     for parting in (*([proof.parting] if proof.parting else []), *proof.wrong):
         where = f" of {parting.where}" if parting.where else ""
         found = f"differs first in step {parting.step}" if parting is proof.parting else "wrong in one process too"
