@@ -176,8 +176,15 @@ def pairs(own: tuple[int, int], here: World, deadline: timedelta = timedelta()) 
 
     Raises WorldError after `cleanup()`, and RuntimeError if a rank does not come within the deadline.
     """
+    return begin_pairs(own, here, deadline)()
+
+
+def begin_pairs(
+    own: tuple[int, int], here: World, deadline: timedelta = timedelta()
+) -> Callable[[], list[tuple[int, int]]]:
+    """Begin `pairs`; return what waits for them (collective, does not wait)."""
     if here.world_size == 1:
-        return [own]
+        return lambda: [own]
     if here._job.control is None:
         raise WorldError(
             f"rank {here.rank} of {here.world_size} has left its job by cleanup(), so a collective would fail. "
@@ -186,8 +193,13 @@ def pairs(own: tuple[int, int], here: World, deadline: timedelta = timedelta()) 
     here._job.part(Progress).num_collectives += 1
     everyones = torch.empty((here.world_size, 2), dtype=torch.int64, device="cpu")
     mine = torch.tensor(own, dtype=torch.int64, device="cpu")
-    begin_gather([*everyones.unbind()], mine, here._job.control).wait(deadline)
-    return [tuple(theirs) for theirs in everyones.tolist()]
+    work = begin_gather([*everyones.unbind()], mine, here._job.control)
+
+    def wait() -> list[tuple[int, int]]:
+        work.wait(deadline)
+        return [tuple(theirs) for theirs in everyones.tolist()]
+
+    return wait
 
 
 def table(own: torch.Tensor, group: Any) -> torch.Tensor:

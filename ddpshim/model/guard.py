@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, Optional, TypeVar
@@ -18,8 +18,8 @@ from torch import nn
 
 from ddpshim.errors import SyncError
 from ddpshim.failures import failure
-from ddpshim.job.collectives import pairs
 from ddpshim.job.group import world
+from ddpshim.job.news import compared
 from ddpshim.model import backward
 from ddpshim.model.equality import OPT_OUT, Optimizers, Tensors, facts_of, hash_of, is_milestone, refuse
 from ddpshim.process import observed
@@ -31,7 +31,6 @@ from ddpshim.process.say import count, say
 from ddpshim.process.users_line import users_line
 
 DEADLINE_S = 120.0  # how long a rank that has ended its epoch, or the job, waits for the others
-_MEETING_DEADLINE_S = 20.0
 _IN_A_PASS = zlib.crc32(b"backward pass")
 REDUCED = "_ddpshim_reduced"  # set on the gradients of the first step after a reduction, and on those of a file
 
@@ -251,11 +250,17 @@ def _wrappers() -> list[Reduced]:
     return list({id(wrapped): wrapped for wrapped in _watched().owners.values()}.values())
 
 
-def agree_on_pass(network: str, gradients: Sequence[int], cure: Optional[str] = None) -> int:
-    """Return a number for the gradients of this backward pass (collective).
+def compares_passes() -> bool:
+    """Whether ranks compare the gradients of a backward pass of a wrapped network. Local."""
+    return bool(_watched().owners) and world().options.guard
 
-    Raises SyncError on all ranks if they are not in one pass with the same gradients. The message is as those of World:
-    a rank that is in another collective sees it, and does not hang.
+
+def agree_on_pass(network: str, gradients: Sequence[int], cure: Optional[str] = None) -> Callable[[], int]:
+    """Begin to compare the gradients of this backward pass (collective, does not wait).
+
+    Returns what waits for the others, and returns a number for these gradients. It raises SyncError on all ranks if
+    they are not in one pass with the same gradients. The message is as those of World: a rank that is in another
+    collective sees it, and does not hang.
 
     Args:
         network: the name of the network, or the names.
@@ -265,20 +270,27 @@ def agree_on_pass(network: str, gradients: Sequence[int], cure: Optional[str] = 
     here, num_passes = world(), current().part(observed.Progress).num_passes + 1
     num_steps, rates = _watched().num_steps, _watched().rates
     kind = zlib.crc32(repr(gradients).encode())
-    own = zlib.crc32(repr((num_passes, num_steps, rates)).encode(), kind), _IN_A_PASS
-    if len({*pairs(own, here)}) == 1:
-        return kind
-    from ddpshim.failures.failure_notes import SAME_WAY
 
-    told = f"backward pass {num_passes}, of {network}, with {count(len(gradients), 'gradient')}, "
-    told += f"after {count(num_steps, 'optimizer step')}"
-    told += f" (the last at learning rate {', '.join(map(str, rates))})" if rates else ""
-    of_ranks = here.gather_with_deadline("positions", f"{told}; at {users_line()}", _MEETING_DEADLINE_S)
-    where = [f"rank {rank}: {of_ranks.get(rank, 'in no backward pass')}" for rank in range(here.world_size)]
-    raise SyncError(
-        f"ranks are at different steps, or computed gradients of different parameters; they would be mixed up, and "
-        f"ranks would train different models. {'; '.join(where)}. {cure or SAME_WAY} ({OPT_OUT})."
-    )
+    def place() -> str:
+        told = f"is in backward pass {num_passes}, of {network}, with {count(len(gradients), 'gradient')}, "
+        told += f"after {count(num_steps, 'optimizer step')}"
+        told += f" (the last at learning rate {', '.join(map(str, rates))})" if rates else ""
+        return f"{told}; at {users_line()}"
+
+    wait = compared((zlib.crc32(repr((num_passes, num_steps, rates)).encode(), kind), _IN_A_PASS), place)
+
+    def agreed() -> int:
+        if not (where := wait()):
+            return kind
+        from ddpshim.failures.failure_notes import SAME_WAY
+
+        ranks = [f"rank {rank} {where.get(rank, 'is in no backward pass')}" for rank in range(here.world_size)]
+        raise SyncError(
+            "ranks are at different steps, or computed gradients of different parameters; they would be mixed up, and "
+            f"ranks would train different models. {'; '.join(ranks)}. {cure or SAME_WAY} ({OPT_OUT})."
+        )
+
+    return agreed
 
 
 def _check_closure(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

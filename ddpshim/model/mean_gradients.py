@@ -60,8 +60,8 @@ class MeanGradients(guard.Reduced, BareModule):
 class Means:
     """The gradients of the backward pass that is under way, of all networks of a job.
 
-    A pass sends messages before its end only if it goes on as ranks agreed that it did after the same passes before:
-    gloo ends a process that gets a message of another size, and NCCL hangs, before anything could name the difference.
+    A pass sends messages before ranks have compared it only if it goes on as it did after the same passes before. gloo
+    ends a process that gets a message of another size, and NCCL hangs, before anything could name the difference.
     """
 
     def __init__(self) -> None:
@@ -69,8 +69,7 @@ class Means:
         self._parameters, self._numbers = list[Any](), dict[int, int]()  # of all networks; their places, by id
         self._held: set[int] = set()  # parameters that had a gradient before this pass, by id
         self._taken: dict[int, MeanGradients] = {}  # in this pass, by number, in the order in which gradients came
-        self._is_expected = True  # whether they came as expected
-        self._left = list[Any]()  # taken, and to be sent when ranks have agreed
+        self._left = list[Any]()  # taken, not as expected, and to be sent when ranks have agreed
         self._ready, self._num_bytes = list[Any](), 0  # for the next message
         # Messages under way: the work, and gradients with what to write into them when it has ended.
         self._sent: list[tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]] = []
@@ -110,13 +109,13 @@ class Means:
             raise backward.second_gradient(f"parameter '{name}' of {type(network.module).__name__}")
         if not self._taken:
             self._next = iter(self._expected.get(self._before, ())) if world().options.guard else None
-            self._is_expected = True
         self._taken[number] = network
-        self._is_expected = self._is_expected and (self._next is None or next(self._next, None) == number)
-        if self._is_expected:
+        if self._next is None:
             self._add_to_message(p)
-        else:
+        elif self._left or next(self._next, None) != number:
             self._left.append(p)
+        else:
+            self._add_to_message(p)
 
     def _add_to_message(self, p: Any) -> None:
         self._ready.append(p)
@@ -162,12 +161,14 @@ class Means:
         progress, networks = current().part(Progress), self.networks_of_pass()
         is_captured = is_capturing(networks[0]._device)
         if world().options.guard and not is_captured:
-            names, numbers = ", ".join(type(network.module).__name__ for network in networks), [*self._taken]
-            agreed = guard.agree_on_pass(names, numbers)
+            numbers = [*self._taken]
+            agreed = guard.agree_on_pass(", ".join(type(network.module).__name__ for network in networks), numbers)
+            if self._ready and numbers == self._expected.get(self._before):
+                self._send()
             if len(self._expected) == _MOST_KEPT:  # each pass leaves out layers at random
                 self._expected.clear()
             self._expected[self._before] = numbers
-            self._before = (*self._before, agreed)[-_NUM_REMEMBERED:]
+            self._before = (*self._before, agreed())[-_NUM_REMEMBERED:]
         for network in networks:  # a pass under no_sync may have used parameters that this one did not
             postponed = network._postponed.items()
             more = [p for number, p in postponed if number not in self._taken and p.grad is not None]

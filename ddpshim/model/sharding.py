@@ -113,7 +113,7 @@ class ShardedModule(guard.Reduced, BareModule):
         device = next(iter(self._parts.values())).device
         if world().options.guard and not is_capturing(device):
             used = [i for i, p in enumerate(self._parts.values()) if p.grad is not None]
-            guard.agree_on_pass(self._name, used, _USE_ALL)
+            guard.agree_on_pass(self._name, used, _USE_ALL)()
         self.num_reductions += 1
         self._sent_buffers.start()
         self._sent_buffers.finish()

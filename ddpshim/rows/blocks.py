@@ -9,21 +9,17 @@ parameters, is their sum. So a gather's backward pass multiplies by W, and a sca
 from __future__ import annotations
 
 import functools
-import hashlib
-import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 
-from ddpshim.errors import WorldError
-from ddpshim.job.collectives import CROSSED_DEADLINE_S, begin_gather, group, pairs
-from ddpshim.job.group import world
+from ddpshim.job.collectives import begin_gather, group
+from ddpshim.job.news import settle
 from ddpshim.process.job import current
 
 _SENT_AS_THEY_ARE = (torch.float32, torch.float64, torch.int64)  # others as bytes: backends lack some
-_MOST_NEWS = 256  # between two messages
 LEAST_ROWS = 2  # in a block: a dimension of one row has no strides that show the memory layout of the whole
 
 
@@ -71,59 +67,10 @@ class State:
         self.factor = 1 if exact is not None else self.ranks.size  # of gradients inside blocks to a rank's share
         self.num_messages = 0  # how often wholes were gathered, or added up
         self.tape: Any = None  # writes down the calls on blocks, if the call of a network is being captured
-        # What this rank tells others before the next backward pass or gather, what judges it, and its place.
-        self.news: list[tuple[tuple[int, int], Callable[[list[Any]], Any], str]] = []
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that is one call for a tape."""
         return function(*args) if self.tape is None else self.tape.call(function, args)
-
-
-def tell(own: tuple[int, int], judge: Callable[[list[Any]], Any], waits: bool, place: str) -> Any:
-    """Tell all ranks two integers: a number, and a hash of `place`, what this rank does, and where.
-
-    `judge` gets those of all ranks: now, and its answer is returned, or if they differ, before the next backward pass
-    or gather (collective if `waits`, and each _MOST_NEWS times). Raises WorldError if ranks are at different places.
-    """
-    state, here = current().part(State), world()
-    if waits or len(state.news) == _MOST_NEWS:
-        settle(place)
-    if waits:
-        told = pairs(own, here)
-        if any(theirs != own[1] for _, theirs in told):
-            raise are_apart(here.gather_with_deadline("crossed", place, CROSSED_DEADLINE_S))
-        return judge(told)
-    state.news.append((own, judge, place))
-    return None
-
-
-def settle(place: str = "computes a backward pass, or gathers") -> None:
-    """Compare what ranks would have told each other, in one message (collective). Raises what is wrong with it."""
-    state = current().part(State)
-    if not state.news:
-        return
-    news, state.news = state.news, []
-    numbers = struct.pack(f"<{2 * len(news)}q", *(number for pair, _, _ in news for number in pair))
-    digest = int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little", signed=True)
-    here = world()
-    if len({*pairs((digest, len(news)), here)}) == 1:
-        return
-    everyones = here.gather([*((*pair, False, where) for pair, _, where in news), (0, 0, True, place)])
-    for i, told in enumerate(zip(*everyones)):
-        if len({(theirs, is_end) for _, theirs, is_end, _ in told}) > 1:
-            raise are_apart(dict(enumerate(where for *_, where in told)))
-        if i < len(news):
-            news[i][1]([pair for *pair, _, _ in told])
-
-
-def are_apart(said: dict[int, str]) -> WorldError:
-    """Return the error of ranks that do different things, by rank."""
-    lines = "; ".join(f"rank {rank} {what}" for rank, what in said.items())
-    return WorldError(
-        f"ranks are at different lines: {lines}. Their numbers would be mixed up, and ranks would train "
-        "differently. They diverged earlier: by a decision on something that is not a tensor (a clock, a file, "
-        "entropy), or in code that one rank runs alone."
-    )
 
 
 def ranks() -> Ranks:

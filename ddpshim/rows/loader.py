@@ -18,6 +18,7 @@ from torch.utils import data as torch_data
 from ddpshim import adapters
 from ddpshim.errors import DataError
 from ddpshim.failures.failure import abort
+from ddpshim.job import news
 from ddpshim.job.group import world
 from ddpshim.job.passes import Enterable, generator_states, indices_of, layers, restore_generators
 from ddpshim.model import guard
@@ -154,8 +155,8 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
                 number = f"batch {step} of epoch {self._num_passes}"
                 yield batch if self._of_rows is None else self._with_rows(batch, number)
             if self._of_rows is not None and counts.is_in_own_thread() and world().world_size > 1:
-                blocks.tell((0, 0), lambda told: None, self._num_waits > 0, f"has read all of its data at {self.place}")
-                blocks.settle()  # raises if another rank takes a batch
+                news.tell((0, 0), lambda told: None, self._num_waits > 0, f"has read all of its data at {self.place}")
+                news.settle()  # raises if another rank takes a batch
         finally:
             batches = None  # ends an abandoned pass now, on every rank: Python up to 3.10 keeps this frame
         if counts.is_in_own_thread() and guard.num_reductions() != num_passes:
@@ -184,7 +185,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
                         "iter(loader), or set num_workers=0: then each rank loads the whole batch."
                     )
                 )
-            blocks.settle()  # another rank may have no batch
+            news.settle()  # another rank may have no batch
             return type(x.rows)([one for theirs in here.gather(x.rows) for one in theirs])
 
         return walked(whole, batch)
@@ -212,7 +213,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
 
         tag = zlib.crc32(f"{number} {os.path.basename(self.place)}".encode(errors="backslashreplace"))
         place = f"takes a batch of the DataLoader of {self.place} ({number})"
-        blocks.tell((zlib.crc32(repr(kinds).encode()), tag), judge, waits, place)
+        news.tell((zlib.crc32(repr(kinds).encode()), tag), judge, waits, place)
 
 
 def _of_program(loader: DataLoader[Any]) -> Any:

@@ -5,12 +5,14 @@ Ranks compute with numbers of their own on purpose. The value of each loss is ze
 
 from __future__ import annotations
 
+import random
 import re
 import warnings
 from typing import Any, Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import ddpshim
@@ -18,6 +20,7 @@ from ddpshim.model import guard
 from ddpshim.model.mean_gradients import Means
 from ddpshim.process.job import current
 from ddpshim.process.observed import Progress
+from ddpshim.process.replaced import replaced
 from tests.ranks import errors_of, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -178,6 +181,30 @@ def test_several_networks_share_passes_and_send_early_in_those_that_repeat() -> 
         assert at_first == 0 < later
 
 
+def _rank_leaves_out_layers_at_random() -> list[bool]:
+    """Return for each of the last passes whether it sent all gradients before it waited for another rank."""
+    net, events, is_early = _wrap(nn.ModuleList(nn.Linear(2, 2) for _ in range(4)), 1e-6), list[str](), []
+    reduce, wait = dist.all_reduce, dist.Work.wait
+    used = [random.Random(i).sample(range(4), 1 + i % 4) for i in range(30)] + [[1, 3, 0]] * 12
+    x = torch.full((1, 2), ddpshim.world().rank + 1.0)
+    sending = replaced(dist, "all_reduce", lambda *a, **k: (events.append("sends"), reduce(*a, **k))[1])
+    waiting = replaced(dist.Work, "wait", lambda *a, **k: (events.append("waits"), wait(*a, **k))[1])
+    with sending, waiting:
+        for kinds in used:
+            events.clear()
+            net.zero_grad()
+            _value(sum(net[kind](x) for kind in kinds)).backward()
+            is_early.append("sends" not in events[events.index("waits") :])
+            for kind, layer in enumerate(net):
+                found = [None if p.grad is None else p.grad.unique().tolist() for p in layer.parameters()]
+                assert found == ([[2.0], [1.0]] if kind in kinds else [None, None])  # x is 1, 2 and 3
+    return is_early[-5:]
+
+
+def test_passes_that_come_otherwise_than_expected_are_averaged_and_others_wait_for_no_rank_before_they_send() -> None:
+    assert run_ranks(_rank_leaves_out_layers_at_random, NUM_RANKS, batch="global") == [[True] * 5] * NUM_RANKS
+
+
 def _trained() -> Any:
     ddpshim.cleanup()
     ddpshim.setup(batch="global", seed=0, device="cpu")
@@ -259,11 +286,11 @@ def _catch_an_error() -> None:
 
 
 APART: dict[Callable[[], Any], str] = {
-    _take_another_branch: "rank 0: backward pass 5, of Sequential, with 4 gradients.*rank 1: .*with 2 gradients, after",
-    _make_another_pass: "rank 0: backward pass 5, of Linear.*rank 1: backward pass 5, of Sequential.*rank 2: .*Linear",
-    _skip_a_pass: "rank 1: in no backward pass|different collectives: rank 1 in barrier",
-    _skip_a_step: "rank 0: .* after 1 optimizer step .*rank 1: .* after 0 optimizer steps",
-    _take_another_rate: r"rank 0: .* rate 0.1\).*rank 1: .* rate 0.2\)",
+    _take_another_branch: "rank 0 .* pass 5, of Sequential, with 4 gradients.*rank 1 .*with 2 gradients, after",
+    _make_another_pass: "rank 0 .* pass 5, of Linear.*rank 1 .* pass 5, of Sequential.*rank 2 .*Linear",
+    _skip_a_pass: "rank 1 is in no backward pass|different collectives: rank 1 in barrier",
+    _skip_a_step: "rank 0 is .* after 1 optimizer step .*rank 1 is .* after 0 optimizer steps",
+    _take_another_rate: r"rank 0 .* rate 0.1\).*rank 1 .* rate 0.2\)",
     _differentiate_inside: "parameter '1.(bias|weight)' of Sequential got a second gradient in one backward pass",
     _catch_an_error: "a backward pass after one that never finished: that of Sequential ended with MemoryError",
 }

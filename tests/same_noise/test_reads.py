@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset
 
 import ddpshim
 from ddpshim.errors import WorldError
+from ddpshim.job import news
 from ddpshim.process.job import current
-from ddpshim.rows import blocks
 from ddpshim.rows.loader import DataLoader
 from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited.reads import equal_reads
@@ -126,7 +126,7 @@ def _later() -> list[float]:
         for i in range(16):
             found.append(torch.tensor(float(i) + here.rank * (i >= 12)).item())
             if i == 13:
-                blocks.settle()  # as a backward pass does
+                news.settle()  # as a backward pass does
         return found
 
 
@@ -147,7 +147,7 @@ def _part(kind: str) -> None:
             torch.ones(()).item()
             if i == 11 and here.is_main:
                 torch.zeros(()).item()
-        blocks.settle()
+        news.settle()
     elif "loader" in kind or "batch" in kind:
         one = DataLoader(TensorDataset(torch.zeros(12, 2)), 4, sampler=range(12 - 4 * here.rank))
         other = DataLoader(TensorDataset(torch.zeros(12, 2)), 4)

@@ -25,13 +25,13 @@ from typing import Any, Callable, Optional
 import torch
 from torch import nn
 
+from ddpshim.job import news
 from ddpshim.job.world import World
 from ddpshim.model.backward import say_nan
 from ddpshim.process.job import current
 from ddpshim.process.observed import Progress
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import count
-from ddpshim.rows import blocks
 from ddpshim.rows.tensor import Counts
 
 _ASSERTION = "LOAD_ASSERTION_ERROR"  # in Python 3.14: LOAD_COMMON_CONSTANT, so that it is a read like others
@@ -64,7 +64,7 @@ def equal_reads(here: World) -> Iterator[None]:
             stand_in = decorators.skip(functools.wraps(original)(reads.read(original)))
             stack.enter_context(replaced(torch.Tensor, name, stand_in))
         yield
-        blocks.settle()
+        news.settle()
 
 
 class _EqualReads:
@@ -141,7 +141,7 @@ class _EqualReads:
             return int(told[0][0])
 
         fetches = known[1] <= _NUM_FETCHED or self._fetches_all
-        found = blocks.tell((bits, tag), of_main, fetches, place)
+        found = news.tell((bits, tag), of_main, fetches, place)
         return bits if found is None else int(found)
 
 

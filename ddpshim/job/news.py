@@ -1,0 +1,95 @@
+"""What ranks tell each other with the next message of a training: where they are, and which numbers they read.
+
+News wait for a message that is sent anyway: that at the end of a backward pass, or the next gather.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from ddpshim.errors import WorldError
+from ddpshim.job.collectives import CROSSED_DEADLINE_S, begin_pairs, pairs
+from ddpshim.job.group import world
+from ddpshim.process.job import current
+
+_MOST = 256  # between two messages
+_MEETING_DEADLINE_S = 20.0
+
+
+class News:
+    """What this rank has not told yet: two integers, what judges those of all ranks, and its place."""
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[tuple[int, int], Callable[[list[Any]], Any], str]] = []
+
+
+def tell(own: tuple[int, int], judge: Callable[[list[Any]], Any], waits: bool, place: str) -> Any:
+    """Tell all ranks two integers: a number, and a hash of `place`, what this rank does, and where.
+
+    `judge` gets those of all ranks: now, and its answer is returned, or if they differ, with the next backward pass or
+    gather (collective if `waits`, and each _MOST times). Raises WorldError if ranks are at different places.
+    """
+    news, here = current().part(News), world()
+    if waits or len(news.pending) == _MOST:
+        settle(place)
+    if waits:
+        told = pairs(own, here)
+        if any(theirs != own[1] for _, theirs in told):
+            raise _are_apart(here.gather_with_deadline("crossed", place, CROSSED_DEADLINE_S))
+        return judge(told)
+    news.pending.append((own, judge, place))
+    return None
+
+
+def settle(place: str = "gathers, or ends a backward pass") -> None:
+    """Compare what ranks would have told each other, in one message (collective). Raises what is wrong with it."""
+    if current().part(News).pending and (where := compared((0, 0), lambda: place)()):
+        raise _are_apart(where)
+
+
+def compared(own: tuple[int, int], place: Callable[[], str]) -> Callable[[], dict[int, str]]:
+    """Begin to compare what ranks have told each other, and that they are at one place (collective, does not wait).
+
+    Returns what waits for the answer: the ranks' places if their numbers differ, else nothing. It raises what is wrong
+    with the news, and WorldError if ranks are at different places.
+
+    Args:
+        own: a number, and a hash of the kind of place, as other ranks have them.
+        place: returns what this rank does, and where. Called if something differs.
+    """
+    news, here = current().part(News), world()
+    told, news.pending = news.pending, []
+    numbers = own, *(pair for pair, _, _ in told)
+    packed = struct.pack(f"<{2 * len(numbers)}q", *(number for pair in numbers for number in pair))
+    digest = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little", signed=True)
+    answers = begin_pairs((digest, own[1]), here)
+
+    def wait() -> dict[int, str]:
+        if len({*answers()}) == 1:
+            return {}
+        mine = [*((*pair, False, where) for pair, _, where in told), (*own, True, place())]
+        of_ranks = here.gather_with_deadline("apart", mine, _MEETING_DEADLINE_S)
+        if len(of_ranks) == here.world_size:
+            for i, one in enumerate(zip(*of_ranks.values())):
+                if len({(theirs, is_end) for _, theirs, is_end, _ in one}) > 1:
+                    raise _are_apart(dict(enumerate(where for *_, where in one)))
+                if i < len(told):
+                    told[i][1]([(number, tag) for number, tag, _, _ in one])
+        ends = [theirs[-1] for theirs in of_ranks.values()]
+        is_good = len(ends) == here.world_size and len({number for number, *_ in ends}) == 1
+        return {} if is_good else {rank: theirs[-1][-1] for rank, theirs in of_ranks.items()}
+
+    return wait
+
+
+def _are_apart(said: dict[int, str]) -> WorldError:
+    """Return the error of ranks that do different things, by rank."""
+    lines = "; ".join(f"rank {rank} {said.get(rank, 'does something else')}" for rank in range(world().world_size))
+    return WorldError(
+        f"ranks are at different lines: {lines}. Their numbers would be mixed up, and ranks would train "
+        "differently. They diverged earlier: by a decision on something that is not a tensor (a clock, a file, "
+        "entropy), or in code that one rank runs alone."
+    )
