@@ -179,6 +179,7 @@ class Watch:
             return
         self._ended.set()
         self.thread.join(STORE_S)
+        self._waiting = None  # a World that was left may keep this object
         progress, site = self._job.part(Progress), users_line(default="at the end of its program")
         standing: Any = progress.num_passes, progress.batch, None, None, site, [], 0.0, True
         with contextlib.suppress(RuntimeError, ValueError):
