@@ -31,7 +31,12 @@ from ddpshim.errors import PatchError, TargetError
 from ddpshim.reading import read_bytes
 
 _FILE = re.compile(rb"--- a/([^\t\n]+)[^\n]*\n\+\+\+ b/\1(?:\t[^\n]*)?\n")
-_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+# Parts of a diff: where it begins after prose, what precedes the hunks of a file, a hunk, a line of one. A line without
+# newline means that the patch file was cut off: for a file that ends so, there is a "\\ No newline" line.
+_START = re.compile(rb"^(?:diff |--- .*\n\+\+\+ )", re.MULTILINE)
+_HEADER, _OF_GIT = re.compile(rb"--- .*\n\+\+\+ .*\n?"), re.compile(rb"(?:diff|index) .*\n?")
+_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@.*\n?")
+_OF_HUNK = re.compile(rb"([ +-])(.*\n)(\\.*\n?)?")
 _WORDS = {"original": "not applied", "patched": "applied"}
 
 
@@ -206,36 +211,41 @@ def parse_diff(text: bytes, name: str) -> tuple[Hunk, ...]:
     `name` is for messages. Raises PatchError with the line number if the text is not a well-formed diff of existing
     files: wrong counts, a path that leaves the tree, a rename or mode change. (The manifest's hashes show the rest.)
     """
-    lines, at, is_prose = _split(text), 0, True
+    start = _START.search(text)
+    at = len(text) if start is None else start.start()
     found, paths = list[Hunk](), list[str]()
     try:
-        while at < len(lines):
-            line, following = lines[at], b"".join(lines[at + 1 : at + 2])
-            match = _HUNK.match(line)
-            if line.startswith(b"--- ") and following.startswith(b"+++ "):
-                paths.append(_path(line + following))
-                at += 2
-            elif match is not None and paths:
-                start, num_old, num_new = (1 if number is None else int(number) for number in match.groups())
-                at += 1
-                size, old, new = _counted(lines[at:], num_old, num_new)
+        while at < len(text):
+            if match := _HEADER.match(text, at):
+                paths.append(_path(match.group()))
+            elif paths and (match := _HUNK.match(text, at)):
+                first, num_old, num_new = (1 if number is None else int(number) for number in match.groups())
+                old, new = list[bytes](), list[bytes]()
+                while (len(old), len(new)) != (num_old, num_new):
+                    at = match.end()
+                    match = _OF_HUNK.match(text, at)
+                    if match is None or len(old) > num_old or len(new) > num_new:
+                        raise ValueError(f"the hunk counts {num_old},{num_new} lines but has {len(old)},{len(new)}")
+                    tag, line, is_cut = match.groups()
+                    line = line[: -len(b"\n")] if is_cut else line
+                    if tag != b"+":
+                        old.append(line)
+                    if tag != b"-":
+                        new.append(line)
                 # With a count of 0, the header names the line *before* the gap, otherwise the first line itself.
-                found.append(Hunk(paths[-1], start - (num_old > 0), old, new))
-                at += size
-            elif line.startswith((b"diff ", b"index ")) or (is_prose and not paths):
-                is_prose = is_prose and not line.startswith(b"diff ")
-                at += 1
-            else:
+                found.append(Hunk(paths[-1], first - (num_old > 0), tuple(old), tuple(new)))
+            elif (match := _OF_GIT.match(text, at)) is None:
                 raise ValueError(
-                    f"{_show(line)} is neither a hunk, a file header nor inside a hunk's counts (renames, mode "
-                    "changes, new and deleted files are not for patch sets)"
+                    f"{_show(_split(text[at:])[0])} is neither a hunk, a file header nor inside a hunk's counts "
+                    "(renames, mode changes, new and deleted files are not for patch sets)"
                 )
+            at = match.end()
         if not paths or sorted({hunk.path for hunk in found}) != sorted(paths):
             raise ValueError("no `--- a/…` and `+++ b/…` pair found, one without a hunk, or two for one file")
     except ValueError as error:
         raise PatchError(
-            f"{name} line {at + 1}: {error}; applying it would be a guess. Make the patch again with `diff -u` from "
-            "the two files."
+            f"{name} line {len(_split(text[:at])) + 1}: {error}; applying it would be a guess. Make the patch again "
+            "with `diff -u` from the two files."
         ) from None
     return tuple(found)
 
@@ -248,25 +258,6 @@ def _path(header: bytes) -> str:
     if len(parts) < 2 or not all(part.strip(".") for part in parts) or "\\" in path:
         raise ValueError(f"{_show(header)} is not `--- a/PACKAGE/FILE` and `+++ b/` the same, inside the tree")
     return path
-
-
-def _counted(lines: Sequence[bytes], num_old: int, num_new: int) -> tuple[int, tuple[bytes, ...], tuple[bytes, ...]]:
-    """Return how many of the lines are a hunk's, and the lines that it removes or keeps, and those it adds or keeps."""
-    old, new, at = list[bytes](), list[bytes](), 0
-    while (len(old), len(new)) != (num_old, num_new):
-        line = b"".join(lines[at : at + 1])
-        # A line without newline means that the patch file was cut off, not a "\\ No newline" line.
-        is_line = line.startswith((b" ", b"-", b"+")) and line.endswith(b"\n")
-        if not is_line or len(old) > num_old or len(new) > num_new:
-            raise ValueError(f"the hunk counts {num_old},{num_new} lines but has {len(old)},{len(new)}")
-        tag, body, at = line[:1], line[1:], at + 1
-        if b"".join(lines[at : at + 1]).startswith(b"\\"):
-            body, at = body[: -len(b"\n")], at + 1
-        if tag != b"+":
-            old.append(body)
-        if tag != b"-":
-            new.append(body)
-    return at, tuple(old), tuple(new)
 
 
 def _split(content: bytes) -> list[bytes]:
