@@ -22,7 +22,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -290,6 +290,7 @@ class Status:
     patch_set: PatchSet
     directory: Path
     files: tuple[FileStatus, ...]
+    changed: tuple[str, ...] = ()  # of `apply` and `revert`: the files that were changed, or would be
 
     @property
     def state(self) -> str:
@@ -302,13 +303,6 @@ class Status:
     @property
     def num_known(self) -> int:
         return sum(file.state in _WORDS for file in self.files)
-
-
-class Outcome(NamedTuple):
-    """The resulting status, and the files that were changed, or would be."""
-
-    status: Status
-    changed: tuple[str, ...]
 
 
 def status(target: str = "robomimic", set_name: Optional[str] = None) -> Status:
@@ -347,7 +341,7 @@ def looks(directory: Path, sets: Sequence[PatchSet]) -> list[Status]:
     return sorted(found, key=distance)
 
 
-def apply(target: str = "robomimic", set_name: Optional[str] = None) -> Outcome:
+def apply(target: str = "robomimic", set_name: Optional[str] = None) -> Status:
     """Patch the package, all files or none; `changed` is empty if it already was patched. Completes a partial apply.
 
     Files are replaced through a temporary file, never written in place: package managers hard-link
@@ -358,19 +352,19 @@ def apply(target: str = "robomimic", set_name: Optional[str] = None) -> Outcome:
     return _turn("patched", target, set_name)
 
 
-def revert(target: str = "robomimic", set_name: Optional[str] = None) -> Outcome:
+def revert(target: str = "robomimic", set_name: Optional[str] = None) -> Status:
     """Restore the original files, byte for byte, by reversing the diffs. Otherwise like `apply`."""
     return _turn("original", target, set_name)
 
 
-def _turn(wanted: str, target: str, set_name: Optional[str], writes: bool = True) -> Outcome:
+def _turn(wanted: str, target: str, set_name: Optional[str], writes: bool = True) -> Status:
     look = status(target, set_name)
     if look.state == "unknown":
         raise PatchError(_refusal(look))
     changes = [(file, turned(look.patch_set, file, wanted)) for file in look.files if file.state != wanted]
     if writes:
         _write(look.directory, changes)
-    return Outcome(_look_at(look.patch_set, look.directory), tuple(file.name for file, _ in changes))
+    return replace(_look_at(look.patch_set, look.directory), changed=tuple(file.name for file, _ in changes))
 
 
 def turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
@@ -452,15 +446,13 @@ def _replace(changes: list[tuple[FileStatus, bytes]]) -> None:
     staged: list[str] = []
     try:
         for file, content in changes:
-            handle, temporary = tempfile.mkstemp(
-                dir=file.path.parent, prefix=f".{file.path.name}.", suffix=".ddpshim-tmp"
-            )
-            staged.append(temporary)
-            with os.fdopen(handle, "wb") as stream:
+            prefix = f".{file.path.name}.ddpshim-"
+            with tempfile.NamedTemporaryFile(dir=file.path.parent, prefix=prefix, delete=False) as stream:
+                staged.append(stream.name)
                 stream.write(content)
                 stream.flush()
-                os.fsync(handle)
-            shutil.copymode(file.path, temporary)
+                os.fsync(stream.fileno())
+            shutil.copymode(file.path, stream.name)
         for (file, _), temporary in zip(changes, staged):
             os.replace(temporary, file.path)
     finally:
@@ -543,14 +535,14 @@ def _act(arguments: argparse.Namespace) -> int:
     if arguments.action == "status":
         _print_status(status(target, set_name))
     elif arguments.action == "check":
-        found, changed = _turn("patched", target, set_name, writes=False)
-        would = f"would change {len(changed)} files" if changed else "already applied"
+        found = _turn("patched", target, set_name, writes=False)
+        would = f"would change {len(found.changed)} files" if found.changed else "already applied"
         print(f"{found.patch_set.name} in {found.directory}: {would}")
     else:
         is_apply = arguments.action == "apply"
-        found, changed = (apply if is_apply else revert)(target, set_name)
+        found = (apply if is_apply else revert)(target, set_name)
         done, already = ("applied", "already applied") if is_apply else ("reverted", "not applied")
-        print(f"{found.patch_set.name}: {done if changed else f'{already}, nothing to do'}")
+        print(f"{found.patch_set.name}: {done if found.changed else f'{already}, nothing to do'}")
         _print_status(found)
     return 0
 

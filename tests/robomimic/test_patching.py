@@ -149,7 +149,7 @@ def test_a_set_is_chosen_only_if_all_its_files_match(toy: Toy) -> None:
     # common.py alone fits both sets, before and after patching; the package calls itself 1.0.
     write_package(toy.root, {"train.py": NEWER})
     done = apply(toy.target)
-    assert done.status.patch_set.name == "toybot/2.0"
+    assert done.patch_set.name == "toybot/2.0"
     assert_holds(toy.package, {"common.py": COMMON_PATCHED, "sub/loop.py": LOOP})
 
 
@@ -159,8 +159,8 @@ def test_several_different_fitting_sets_are_refused_until_named(toy: Toy) -> Non
     write_set(toy.patches / "fork" / "1.0", other, toy.root)
     with pytest.raises(PatchError, match=r"several different sets \(fork/1.0, toybot/1.0\).*--set"):
         apply(toy.target)
-    assert apply(toy.target, "toybot/1.0").status.patch_set.name == "toybot/1.0"
-    assert revert(toy.target, "toybot/1.0").status.patch_set.name == "toybot/1.0"
+    assert apply(toy.target, "toybot/1.0").patch_set.name == "toybot/1.0"
+    assert revert(toy.target, "toybot/1.0").patch_set.name == "toybot/1.0"
     assert_holds(toy.package, ORIGINAL)
 
 
@@ -172,7 +172,7 @@ def test_equal_sets_are_one_and_naming_a_set_does_not_weaken_the_match(toy: Toy)
     with pytest.raises(PatchError, match=r"no patch set '3\.0'.*toybot/1\.0, toybot/2\.0"):
         apply(toy.target, "3.0")
     assert contents(toy.package) == before
-    assert apply(toy.target).status.state == "applied"
+    assert apply(toy.target).state == "applied"
 
 
 def test_what_is_neither_as_released_nor_patched_is_refused(toy: Toy) -> None:
@@ -212,7 +212,7 @@ def test_target_is_found_by_name_without_importing_it(toy: Toy, monkeypatch: pyt
     monkeypatch.chdir(toy.root)
     for target in (str(toy.package), "./toybot", "."):
         assert status(target).directory == toy.package
-    assert apply("toybot").status.directory == toy.package
+    assert apply("toybot").directory == toy.package
     assert "toybot" not in sys.modules
     assert_holds(toy.package, PATCHED)
 
@@ -307,14 +307,14 @@ def test_a_failure_to_put_back_can_be_completed(
 
 
 def test_a_folder_that_cannot_be_written_changes_nothing(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, real = contents(toy.package), tempfile.mkstemp
+    before, real = contents(toy.package), tempfile.NamedTemporaryFile
 
-    def mkstemp(dir: Path, **options: Any) -> Any:
+    def make(dir: Path, **options: Any) -> Any:
         if dir.name == "sub":
             raise PermissionError(13, "Permission denied")
         return real(dir=dir, **options)
 
-    monkeypatch.setattr(tempfile, "mkstemp", mkstemp)
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", make)
     with pytest.raises(PatchError, match=r"Permission denied.*all files were restored"):
         apply(toy.target)
     assert contents(toy.package) == before
@@ -325,7 +325,7 @@ def test_many_processes_at_once_end_in_one_apply(toy: Toy) -> None:
     script = (
         "import sys, pathlib; from ddpshim.trainers import patching\n"
         "patching.default_patches_root = lambda: pathlib.Path(sys.argv[2])\n"
-        "print(patching.apply(sys.argv[1]).status.state)"
+        "print(patching.apply(sys.argv[1]).state)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", script, toy.target, str(toy.patches)]
@@ -389,9 +389,9 @@ def test_a_set_borrows_the_patches_of_another_release(toy: Toy, tmp_path: Path) 
     assert made["patches"] == ["../1.0/01-launch.patch", "../1.0/02-fit.patch"]
     before = contents(root / "toybot")
     done = apply(str(root))
-    assert (done.status.patch_set.name, done.status.state) == ("toybot/1.1", "applied")
+    assert (done.patch_set.name, done.state) == ("toybot/1.1", "applied")
     assert_holds(root / "toybot", {name: f"# a new head\n\n{text}" for name, text in PATCHED.items()})
-    assert revert(str(root)).status.state == "not applied"
+    assert revert(str(root)).state == "not applied"
     assert contents(root / "toybot") == before
     apply(toy.target)
     assert_holds(toy.package, PATCHED)
@@ -482,7 +482,7 @@ def test_the_manual_commands_of_the_readme_do_the_same(toy: Toy) -> None:
             command = ["patch", "-p1", "--fuzz=0", "--batch", *flags, "-i", str(path)]
             subprocess.run(command, cwd=toy.root, check=True, stdout=subprocess.DEVNULL)
         assert_holds(toy.package, files)
-        assert revert(toy.target).status.state == "not applied"
+        assert revert(toy.target).state == "not applied"
         write_package(toy.root, files)
 
 
