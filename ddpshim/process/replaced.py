@@ -34,11 +34,11 @@ class StandIns(dict[int, Any]):
 @contextlib.contextmanager
 def noted() -> Iterator[StandIns]:
     """Yield the values that are replaced within this block. Local."""
-    StandIns.now = made = StandIns()
+    outer, StandIns.now = StandIns.now, (made := StandIns())
     try:
         yield made
     finally:
-        StandIns.now = None
+        StandIns.now = outer
 
 
 @contextlib.contextmanager

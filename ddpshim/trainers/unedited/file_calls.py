@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from ddpshim import variables
 from ddpshim.process.job import current
-from ddpshim.process.replaced import after_import, replaced
+from ddpshim.process.replaced import after_import, noted, replaced
 from ddpshim.process.say import say_on_main
 from ddpshim.process.users_line import is_users, users_line
 
@@ -170,7 +170,6 @@ class CLibraries:
         )
         made += [(module, name, functools.partial(functools.partial, instead)) for module, name, instead in own]
         made.append(("subprocess", "Popen.__init__", self._popen))
-        held: dict[int, Any] = {}  # functions that other modules may already have imported
         with contextlib.ExitStack() as undo:
 
             def replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
@@ -181,11 +180,8 @@ class CLibraries:
                 if hasattr(owner, last):
                     undo.enter_context(replaced(owner, last, make(getattr(owner, last))))
 
-            for module, name, make in made:
-                real = getattr(sys.modules.get(module), name, None)
-                if real is not None:
-                    held[id(real)] = make(real)
-                else:
+            with noted() as held:  # other modules may already have imported these functions
+                for module, name, make in made:
                     undo.callback(after_import(module, functools.partial(replace, module, name, make)))
             undo.enter_context(in_place(held))
             yield
