@@ -22,15 +22,17 @@ from types import FrameType
 from typing import Any, Callable, NamedTuple, Optional
 
 from ddpshim.errors import SyncError
+from ddpshim.job.collectives import main_sets
 from ddpshim.job.world import World
 from ddpshim.process import messages
+from ddpshim.process.job_store import is_there
 from ddpshim.process.replaced import replaced
 from ddpshim.trainers.unedited.file_calls import LeftAlone
 
 _MOST_BYTES = 64 << 10  # larger files are sent without content: other ranks know only that they existed
 _MOST_BYTES_KEPT = 4 << 20  # of a database, which all ranks open to change it; torch's store takes 8 MB
 _SLACK_S = 60.0  # the clock of a file server may be behind by this
-_TICK_S = 0.05
+_LOOK_EVERY_S = 1.0
 _THREADS_S = 10.0  # a save in a thread may end this much later than one that began after it
 
 
@@ -211,7 +213,7 @@ class MainsSaves:
     def is_newer(self, path: str) -> bool:
         """Whether the main rank has saved to `path` more often than this rank; False in a child process."""
         is_known = path in self._there and os.getpid() == self._process
-        return is_known and self._world.count(f"saved to {path}") > self._num_to[path]
+        return is_known and is_there(self._world._job.store, self._key(path, self._num_to[path] + 1))
 
     def note(self, path: str) -> None:
         """Record a save to `path`. On the main rank, call it after the file is written."""
@@ -219,17 +221,15 @@ class MainsSaves:
         self._num_to[path] = self._num_to.get(path, 0) + 1
         self._there[path] = self._num
         if os.getpid() == self._process and self._world.is_main:
-            self._world._job.store.set(self._key(path), messages.packed([*state_of(path)]))
-            # In this order: `wait_for` takes the total as proof that the count of each path is up to date.
-            self._world.count(f"saved to {path}", 1)
+            self._world._job.store.set(self._key(path, self._num_to[path]), messages.packed([*state_of(path)]))
             self._world.count("saved", 1)
 
-    def _key(self, path: str) -> str:
-        return messages.key(f"save {self._num_to[path]} to {path}")
+    def _key(self, path: str, number: int) -> str:
+        return messages.key(f"save {number} to {path}")
 
     def state(self, path: str) -> Before:
         """Return what the main rank had at `path` after this save. Valid after `wait_for`."""
-        message: Any = messages.unpacked(self._world._job.store.get(self._key(path)), 0)
+        message: Any = messages.unpacked(self._world._job.store.get(self._key(path, self._num_to[path])), 0)
         return Before(*message)
 
     def forget(self, path: str) -> None:
@@ -247,22 +247,20 @@ class MainsSaves:
     def wait_for(self, path: str) -> bool:
         """Wait until the main rank has written `path`; return False in a child process, which cannot wait.
 
-        Raises SyncError if the main rank does not write it in time.
+        Raises SyncError if the main rank does not write it in time, and WorldError if a rank has failed.
         """
         if os.getpid() != self._process:
             return False  # a child shares its parent's connection to the store and must not use it
-        count, timeout_s = self._world.count, self._world.options.timeout_s
-        number, number_to_path = self._there[path], self._num_to[path]
-        end, is_late = time.monotonic() + timeout_s, False
-        while (found := count(f"saved to {path}")) < number_to_path and time.monotonic() < end:
-            if not is_late and count("saved") >= number:
-                is_late, end = True, min(end, time.monotonic() + _THREADS_S)
-            time.sleep(_TICK_S)
-        if found < number_to_path:
-            raise SyncError(
-                f"rank {self._world.rank} is to load {path}, its save number {number}, but of the main rank's "
-                f"{count('saved')} saves none that it waited for (up to {timeout_s:g} s) was to that path; it would "
-                "load a different model, or none. Make file names and decisions equal on all ranks: do not base "
-                "them on local numbers, or on files that another job makes in this folder meanwhile."
-            )
+        here, number, timeout_s = self._world, self._there[path], self._world.options.timeout_s
+        key, end = self._key(path, self._num_to[path]), time.monotonic() + timeout_s
+        while not main_sets(here, key, min(end, time.monotonic() + _LOOK_EVERY_S)):
+            if time.monotonic() > end:
+                raise SyncError(
+                    f"rank {here.rank} is to load {path}, its save number {number}, but of the main rank's "
+                    f"{here.count('saved')} saves none that it waited for (up to {timeout_s:g} s) was to that path; it "
+                    "would load a different model, or none. Make file names and decisions equal on all ranks: do not "
+                    "base them on local numbers, or on files that another job makes in this folder meanwhile."
+                )
+            if here.count("saved") >= number:
+                end = min(end, time.monotonic() + _THREADS_S)
         return True
