@@ -10,6 +10,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Callable, NoReturn, Optional, Protocol
@@ -117,15 +118,10 @@ class Resumable:
         before_exit: Optional[Callable[[], None]] = None,
     ) -> None:
         self._world = world()
-        chosen = self._world.options
-        self._every_s = chosen.checkpoint_every_s if every_s is None else every_s
-        self._every_n_steps = chosen.checkpoint_every_n_steps if every_n_steps is None else every_n_steps
-        self._num_kept = chosen.keep_checkpoints if num_kept is None else num_kept
-        if any(n is not None and not n > 0 for n in (every_s, every_n_steps, num_kept)):
-            raise CheckpointError(
-                f"every_s={every_s!r}, every_n_steps={every_n_steps!r}, num_kept={num_kept!r}: there would be "
-                "nothing to resume from. Use numbers above 0."
-            )
+        timeout = current().timeout  # that of `setup`; None in a group of the program's own
+        given: dict[str, Any] = {"checkpoint_every_s": every_s, "keep_checkpoints": num_kept}
+        given |= {"checkpoint_every_n_steps": every_n_steps, "timeout_s": timeout and timeout.total_seconds()}
+        self._options = replace(self._world.options, **{name: n for name, n in given.items() if n is not None})
         self.folder = Path(folder)
         self.epoch = self.step = 0
         self.values: dict[str, Any] = {}
@@ -133,7 +129,7 @@ class Resumable:
         self._before_save, self._before_exit = before_save, before_exit
         self._restored: Optional[dict[str, Any]] = None  # a file's content, until all of it is in place
         self._facts: dict[str, Any] = {}
-        self._computes_on = None if chosen.exact is None else computes_on(self._world.device)
+        self._computes_on = None if self._options.exact is None else computes_on(self._world.device)
         self._loader: Any = None  # of the current epoch
         # This rank's random streams after the steps of an epoch: a resumed run repeats the code between two epochs, and
         # must draw the same numbers in it.
@@ -144,7 +140,6 @@ class Resumable:
         self._wanted: Optional[str] = None  # the signals for which to save and exit; "": only to save
         # Whether a backward pass followed the last step of an optimizer; at how many boundaries in a row that was so.
         self._accumulates, self._num_accumulated = False, 0
-        self._in_background = self._world.is_main and self._world.is_launched and chosen.background_save
         if self._world.is_launched:
             preemption.listen()
             until, note = current().at_end, functools.partial(setattr, self, "_accumulates")
@@ -175,7 +170,7 @@ class Resumable:
             if found["computes_on"] not in (None, self._computes_on):
                 was, now = found["computes_on"], self._computes_on
                 say(
-                    f"exact={self._world.options.exact}: the run was on {was} and is now on {now}, so results "
+                    f"exact={self._options.exact}: the run was on {was} and is now on {now}, so results "
                     "differ in their last bits from now on"
                 )
             say(f"resuming at epoch {self.epoch}, step {self.step}, of a run on {ranks} ({self.folder})", directly=True)
@@ -209,7 +204,7 @@ class Resumable:
             "steps of an epoch": total,
             "steps of a pass over the data": getattr(loader, "num_steps_of_a_pass", length),
             "global batch": getattr(loader, "global_batch_size", getattr(loader, "batch_size", None)),
-            "pieces of a batch (exact)": self._world.options.exact,
+            "pieces of a batch (exact)": self._options.exact,
             "order": getattr(loader, "order", None),  # of make_loader
         }
         order = self._enter(start, facts, can_enter) if epoch == self.epoch else None
@@ -223,11 +218,11 @@ class Resumable:
         elif order is not None:
             restore_generators(loader, order["generators"])
         draws_seed = is_enterable or order is None or not order["workers stay"]
-        batches, options = iter(loader) if 0 < start < total else iter(()), self._world.options
+        batches = iter(loader) if 0 < start < total else iter(())
         for step in range(start, total):
             self.step = step
             if can_enter or step == 0:
-                self._look(options.timeout_s if can_enter else options.side_timeout_s, may_wait=step > 0)
+                self._look(self._options.timeout_s if can_enter else self._options.side_timeout_s, may_wait=step > 0)
             if step == 0:  # not before: a run that stops in this look draws the epoch's order after resuming
                 batches = iter(loader) if draws_seed else _begun(loader)
             try:
@@ -254,7 +249,7 @@ class Resumable:
         numbers = itertools.count(self.epoch) if num is None else range(self.epoch, num)
         for self.epoch in numbers:
             self.step, self._facts, self._loader = 0, {}, None
-            self._look(self._world.options.side_timeout_s)
+            self._look(self._options.side_timeout_s)
             self._num_unsaved += 1
             yield self.epoch
         if num is not None:
@@ -271,11 +266,11 @@ class Resumable:
 
         Raises SyncError if a rank does not arrive within `timeout_s`.
         """
-        self._look(self._world.options.timeout_s)
+        self._look(self._options.timeout_s)
 
     def _look(self, deadline_s: float, may_wait: bool = False) -> None:
         is_off = current().part(ProgressFiles).is_off
-        if self._num_unsaved >= (self._every_n_steps or math.inf) or is_off:
+        if self._num_unsaved >= (self._options.checkpoint_every_n_steps or math.inf) or is_off:
             self._wanted = self._wanted or ""
         self._num_accumulated = self._num_accumulated + 1 if self._accumulates else 0
         self._num_calls += 1
@@ -302,7 +297,7 @@ class Resumable:
         now = time.monotonic()
         wanted = int(_LOOK_EVERY_S * self._num_calls / max(now - self._last_look, 1e-6))
         wanted = max(1, min(wanted, 2 * self._num_calls, _MAX_STEPS_BETWEEN_LOOKS))
-        is_due = self._every_s is not None and now - self._last_save > self._every_s and self._wanted is None
+        is_due = now - self._last_save > (self._options.checkpoint_every_s or math.inf) and self._wanted is None
         own = int(self._world.is_main and is_due)
         if (asked := preemption.asked()) is not None:
             own = 2 + preemption.SIGNALS.index(asked)
@@ -371,11 +366,12 @@ class Resumable:
         for left in self.folder.glob(".epoch_*.partial"):
             shutil.rmtree(left, ignore_errors=True)  # from a process that was killed while writing
         written = self.folder / f"epoch_{self.epoch:06d}_step_{self.step:09d}.pth"
-        save = checkpoint.save_in_background if self._in_background else checkpoint.save
-        save(progress_folder.plain_content(content, written, self._world.options.trust_progress), written)
+        in_background = self._world.is_launched and self._options.background_save
+        save = checkpoint.save_in_background if in_background else checkpoint.save
+        save(progress_folder.plain_content(content, written, self._options.trust_progress), written)
         for also in saves.also:
             checkpoint.afterwards(*also(written))
-        checkpoint.afterwards(progress_folder.keep_newest, written, self._num_kept)
+        checkpoint.afterwards(progress_folder.keep_newest, written, self._options.keep_checkpoints)
 
     def leave(self, reason: str) -> NoReturn:
         """Save, and exit with code 75, on all ranks (collective)."""
@@ -413,7 +409,7 @@ class Resumable:
         path = progress_folder.find_progress(self.folder)
         if path is None:
             return None
-        found: Any = progress_folder.read_plain(path, self._world.options.trust_progress)
+        found: Any = progress_folder.read_plain(path, self._options.trust_progress)
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise CheckpointError(
                 f"{path} is not a progress file of this ddpshim's Resumable, and was not used. Remove it, or use "
@@ -436,7 +432,7 @@ class Resumable:
         if found is None:
             return None
         odd = [name for name in facts if found["facts"] and found["facts"][name] != facts[name]]
-        if (start or self._world.options.per_rank_batch) and odd:
+        if (start or self._options.per_rank_batch) and odd:
             was, now = found["facts"][odd[0]], facts[odd[0]]
             raise DataError(
                 f"epoch {self.epoch} was left at step {start} with {odd[0]} {was}, and would resume with {now}; "
