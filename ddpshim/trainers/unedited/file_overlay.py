@@ -125,14 +125,15 @@ class Files:
             folder, place = self.view.locate(found)
             if not _is_folder(place):
                 return posix.scandir(place)
-            if place == folder and _leads_to(path, folder):
-                with posix.scandir(path) as entries:  # before `has_own`, which then knows what main has removed by now
+            names = self.view.names(folder)
+            if place == folder and _leads_to(path, folder) and not _is_folder(self.view.top + folder):
+                with posix.scandir(path) as entries:
                     listed = [*entries]
-                if not self.view.has_own(folder):
+                if [os.fsdecode(entry.name) for entry in listed] == names:  # this rank sees the folder as it is on disk
                     return Listing(listed)
             given = "" if isinstance(path, int) else os.fspath(path)  # entries of an open folder show only their name
             encoded = os.fsencode if isinstance(given, bytes) else str
-            return Listing(Entry(encoded(name), given, os.path.join(found, name)) for name in self.view.names(folder))
+            return Listing(Entry(encoded(name), given, os.path.join(found, name)) for name in names)
 
         return self._do(listing, path)
 
@@ -399,13 +400,6 @@ class View:
         hidden, others = self._hidden_in(folder), self._is_hidden(folder)
         shown = [name for name in found if name in own_names or not hidden.get(name, others)]
         return shown + sorted(own_names.difference(found))
-
-    def has_own(self, folder: str) -> bool:
-        """Whether this rank sees `folder` differently from the disk."""
-        if self._is_hidden(folder) or _is_folder(self.top + folder):
-            return True
-        self._look(folder)
-        return _is_folder(self.top + folder) or any(self._hidden_in(folder).values())
 
     # Changing files
 
