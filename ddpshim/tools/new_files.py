@@ -22,6 +22,7 @@ from typing import Any
 from ddpshim.process.say import count
 from ddpshim.trainers.unedited.file_calls import LeftAlone, seen_by, watched
 from ddpshim.trainers.unedited.file_overlay import copy_file
+from ddpshim.trainers.unedited.main_file_log import without_links
 
 RECORDS = "paths.jsonl"
 
@@ -113,13 +114,13 @@ def _found(folder: Path) -> tuple[list[str], list[str], dict[str, str]]:
     before: dict[str, Any] = {}  # None for a path that did not exist
     for line in path.read_text().splitlines() if path.exists() else ():
         record = json.loads(line)
-        place = _real(record["path"])
+        place = without_links(record["path"].rstrip("/"), follows=False)
         if record["state"] is not None:
             if place not in before and record["copy"]:
                 copies[place] = record["copy"]
             before.setdefault(place, None if _is_in(place, before) else record["state"])
         if record["moved"]:  # what is in a moved folder is now below its new name
-            source = _real(record["moved"])
+            source = without_links(record["moved"].rstrip("/"), follows=False)
             for known in [known for known in before if f"{known}/".startswith(f"{source}/")]:
                 if before[known] is None or known in copies:
                     before.setdefault(place + known[len(source) :], None)
@@ -140,11 +141,6 @@ def _is_in(path: str, made: dict[str, Any]) -> bool:
     """Whether a folder above `path` is in `made`, with None."""
     above = (str(parent) for parent in Path(path).parents)
     return any(made.get(parent, path) is None for parent in above)
-
-
-def _real(path: str) -> str:
-    folder, name = os.path.split(path.rstrip("/"))
-    return os.path.join(os.path.realpath(folder), name)
 
 
 def _state(path: str) -> Any:

@@ -164,7 +164,7 @@ class MainsWrites:
         """Report what an audit event announces to write (`file_calls.watched`)."""
         if self._left.takes_note(path, frame) or self._left.has(path) or self._left.is_asked_by(frame):
             return
-        found = _real(path, follows=event in ("open", "kept", "os.truncate", "sqlite3.connect"))
+        found = without_links(path, follows=event in ("open", "kept", "os.truncate", "sqlite3.connect"))
         self._changes.tell(found, _MOST_BYTES_KEPT if event == "kept" else _MOST_BYTES)
         if event not in ("os.rename", "os.link"):
             self._saves.forget(found)
@@ -178,7 +178,7 @@ class MainsWrites:
 
         def stand_in(src: Any, dst: Any, **kwargs: Any) -> None:
             given = [os.path.abspath(os.fsdecode(path)) for path in (src, dst)]
-            source, to = _real(given[0], keeps_source), _real(given[1], follows=False)
+            source, to = without_links(given[0], keeps_source), without_links(given[1], follows=False)
             is_asked = self._left.is_asked_by(sys._getframe(1))
             if not (keeps_source or is_asked or self._left.has(given[0])):
                 self._changes.tell_all(source)
@@ -189,7 +189,7 @@ class MainsWrites:
         return stand_in
 
 
-def _real(path: str, follows: bool) -> str:
+def without_links(path: str, follows: bool) -> str:
     """Return an absolute path without links; `follows`: also resolve its last part."""
     folder, name = os.path.split(path)
     return os.path.realpath(path) if follows else os.path.join(os.path.realpath(folder), name)
