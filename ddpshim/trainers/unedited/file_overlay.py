@@ -357,8 +357,7 @@ class View:
             return own
         # The disk first: the main rank announces a file before it makes it, so the news cover every file seen here.
         is_there = _exists(path)
-        if not self._is_hidden(path):
-            self._look(path)
+        self._look(path)
         return path if is_there and not _exists(own) and not self._is_hidden(path) else own
 
     def place_with_content(self, path: str) -> str:
@@ -394,10 +393,10 @@ class View:
     def names(self, folder: str) -> list[str]:
         """Return the names in an existing folder: first those on the disk in its order, then the others, sorted."""
         own, found = self.top + folder, posix.listdir(folder) if _is_folder(folder) else []
-        if not self._is_hidden(folder):
-            self._look(folder)
+        self._look(folder)
         own_names = {*(posix.listdir(own) if _is_folder(own) else ())}
-        hidden, others = self._hidden_in(folder), self._is_hidden(folder)
+        inside = [path for path in self._hidden if os.path.dirname(path) == folder]
+        hidden, others = {os.path.basename(path): self._hidden[path] for path in inside}, self._is_hidden(folder)
         shown = [name for name in found if name in own_names or not hidden.get(name, others)]
         return shown + sorted(own_names.difference(found))
 
@@ -481,13 +480,9 @@ class View:
             path = os.path.dirname(path)
         return False
 
-    def _hidden_in(self, folder: str) -> dict[str, bool]:
-        known = self._hidden.items()
-        return {os.path.basename(path): is_so for path, is_so in known if os.path.dirname(path) == folder}
-
     def _look(self, path: str) -> None:
-        """Take in the main rank's changes, if it may have changed the file at `path`."""
-        if self._changes.may_have_changed(path):
+        """Take in the main rank's changes, if it may have changed a file at `path` that this rank sees there."""
+        if not self._is_hidden(path) and self._changes.may_have_changed(path):
             self.catch_up()
 
     def catch_up(self) -> None:
