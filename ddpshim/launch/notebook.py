@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import hashlib
 import inspect
-import io
+import marshal
 import os
 import pickle
 import shlex
@@ -22,6 +22,7 @@ import symtable
 import sys
 import tempfile
 from collections.abc import Iterator, Set
+from pathlib import Path
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
@@ -48,29 +49,22 @@ class CellError(RankError):
 class Statement(NamedTuple):
     """A statement at the top level of a cell that imports or defines `names`."""
 
-    cell: int
-    place: int  # among the cell's statements
-    source: str  # of the cell
     names: list[str]
-    imports: bool
-    flags: int  # of the compiler
+    node: ast.stmt
+    code: CodeType
 
     @property
-    def node(self) -> ast.stmt:
-        return ast.parse(self.source).body[self.place]
-
-    def code(self, file: str = "<cell>") -> CodeType:
-        code: CodeType = compile(ast.Module([self.node], []), file, "exec", self.flags, dont_inherit=True)
-        return code
+    def imports(self) -> bool:
+        return isinstance(self.node, (ast.Import, ast.ImportFrom))
 
     def makes(self, name: str, value: Any) -> bool:
         """Whether it makes the value that the notebook has now."""
         if self.imports:
             names: dict[str, Any] = {}
             with contextlib.suppress(Exception):
-                exec(self.code(), names)
+                exec(self.code, names)
             return names.get(name, _PLAN) is value
-        codes, made = _codes(value), [self.code()]
+        codes, made = _codes(value), [self.code]
         for code in made:  # grows
             made += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
         return codes is not None and all(code in made for code in codes)
@@ -86,28 +80,29 @@ def load_ipython_extension(shell: Any) -> None:
         with tempfile.TemporaryDirectory(prefix="ddpshim-cell-") as folder:
             own = _give(shell, source, folder)
             _run(["--nproc", nproc, *words, os.path.join(folder, "cell.py")])
-            _take(shell.user_ns, own, shell.compile.cache(source, shell.execution_count), folder)
+            _take(shell.user_ns, own, folder)
 
     shell.register_magic_function(ddpshim, "cell")
 
 
-def _statements(cell: int, source: str, flags: int) -> Iterator[Statement]:
-    for index, node in enumerate(ast.parse(source, "the cell").body):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield Statement(cell, index, source, [node.name], False, flags)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
-            yield Statement(cell, index, source, names, True, flags)
+def _statements(source: str, file: str, flags: int) -> Iterator[Statement]:
+    for node in ast.parse(source, "the cell").body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)):
+            code: CodeType = compile(ast.Module([node], []), file, "exec", flags, dont_inherit=True)
+            yield Statement(sorted(_names(node)[2]), node, code)
 
 
-def _of_all_cells(shell: Any, flags: int) -> Iterator[Statement]:
+def _of_all_cells(shell: Any, folder: str, flags: int) -> Iterator[Statement]:
+    """Yield the statements of the notebook's cells, and write the cells into `folder`, for tracebacks."""
     for number, source in enumerate(shell.user_ns.get("In", ())):
         with contextlib.suppress(SyntaxError, ValueError):
             for call in ast.walk(ast.parse(source)):
                 if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "run_cell_magic":
                     name, _, body = map(ast.literal_eval, call.args)
                     source = "\n" * (name == "ddpshim") + body
-            yield from _statements(number, source, flags)
+            file = Path(folder, f"cell_{number}.py")
+            file.write_text(source, encoding="utf-8")
+            yield from _statements(source, str(file), flags)
 
 
 def _names(node: ast.stmt) -> tuple[set[str], set[str], set[str]]:
@@ -137,17 +132,6 @@ def _codes(value: Any) -> Optional[list[CodeType]]:
     return [code for code in codes if not code.co_filename.startswith("<")]  # those that dataclass makes
 
 
-class _Hash(io.RawIOBase):
-    """A file of which only the hash is kept."""
-
-    def __init__(self) -> None:
-        self.hash = hashlib.blake2b()
-
-    def write(self, data: Any) -> int:
-        self.hash.update(data)
-        return len(data)
-
-
 def _dump(value: Any, file: Any, refused: tuple[type, ...] = ()) -> set[str]:
     """Write a pickle, and return the names of the program's functions and classes in it (collective in a program)."""
     names = set[str]()
@@ -157,7 +141,7 @@ def _dump(value: Any, file: Any, refused: tuple[type, ...] = ()) -> set[str]:
             if isinstance(part, refused):
                 raise pickle.PicklingError(f"a {type(part).__name__}, which the ranks must create")
             if isinstance(part, (type, FunctionType)):
-                if part.__module__.startswith("ddpshim.") and part is not Statement:
+                if part.__module__.startswith("ddpshim."):
                     raise pickle.PicklingError(f"a {part.__name__} of the ranks: create it again")
                 names.update([part.__qualname__.partition(".")[0]] * (part.__module__ == "__main__"))
             return NotImplemented
@@ -168,8 +152,9 @@ def _dump(value: Any, file: Any, refused: tuple[type, ...] = ()) -> set[str]:
 
 def _hash(value: Any, refused: tuple[type, ...] = ()) -> tuple[set[str], bytes]:
     """Return what `_dump` does, and the pickle's hash (collective in a program). Raises what pickling does."""
-    file = _Hash()
-    return _dump(value, file, refused), file.hash.digest()
+    hashed = hashlib.blake2b()
+    names = _dump(value, SimpleNamespace(write=hashed.update, flush=bool), refused)
+    return names, hashed.digest()
 
 
 def _write(folder: str, name: str, head: dict[str, Any], variables: dict[str, Any], early: Set[str]) -> None:
@@ -195,7 +180,8 @@ def _give(shell: Any, source: str, folder: str) -> list[Statement]:
         reads, _, binds = _names(node)
         read, bound = read | reads - bound, bound | binds
     flags = shell.compile.flags & _ANNOTATIONS
-    cells, own = [*_of_all_cells(shell, flags)][::-1], [*_statements(0, source, flags)]
+    own = [*_statements(source, shell.compile.cache(source, shell.execution_count), flags)]
+    cells = [*_of_all_cells(shell, folder, flags)]
     used, variables, refused = list[Statement](), dict[str, Any](), dict[str, str]()
     pending = sorted(read)
     for number, name in enumerate(pending):  # grows
@@ -203,8 +189,8 @@ def _give(shell: Any, source: str, folder: str) -> list[Statement]:
         if name not in shell.user_ns or hidden.get(name, _PLAN) is value or name in pending[:number]:
             continue
         found = [one for one in cells if name in one.names and one.makes(name, value)]
-        used += found if found and found[0].imports else found[:1]  # `import a.b` and `import a.c` both make `a`
-        pending += [inner for one in found[:1] for inner in _names(one.node)[0]]
+        used += found if found and found[-1].imports else found[-1:]  # `import a.b` and `import a.c` both make `a`
+        pending += [inner for one in found[-1:] for inner in _names(one.node)[0]]
         if not found:
             try:
                 if _codes(value) is not None:
@@ -218,17 +204,15 @@ def _give(shell: Any, source: str, folder: str) -> list[Statement]:
             f"the cell uses names of other cells that ranks cannot get: {'; '.join(lacking)}. It would fail there, so "
             "nothing was started. Create them in this cell, or import them from a file."
         )
-    used.sort()
+    used.sort(key=cells.index)
     defined, imports = ([one for one in used if one.imports is imports] for imports in (False, True))
-    plan = {"defined": defined, "known": {name for one in (*used, *own) for name in one.names}}
+    plan: dict[str, Any] = {"defined": [marshal.dumps(one.code) for one in defined], "states": rank_states(_device())}
+    plan["known"] = {name for one in (*used, *own) for name in one.names}
     plan["needed"] = {name for one in own for name in _names(one.node)[1]}
-    plan["states"] = rank_states(_device())
     _write(folder, "given", plan, variables, {name for one in defined for name in _names(one.node)[1]})
     first = ["from __future__ import annotations"] * bool(flags) + [ast.unparse(one.node) for one in imports]
     program = f"{'; '.join([*dict.fromkeys(first), _CALL.format('enter')])}{source}\n{_CALL.format('leave')}\n"
-    for file, text in (("cell", program), *((f"cell_{one.cell}", one.source) for one in defined)):
-        with open(os.path.join(folder, f"{file}.py"), "w", encoding="utf-8") as out:
-            out.write(text)
+    Path(folder, "cell.py").write_text(program, encoding="utf-8")
     return own
 
 
@@ -273,8 +257,8 @@ def enter(program: dict[str, Any]) -> None:
 
     plan = program[_PLAN] = _load(folder, "given", device)
     program.update(plan["early"])
-    for one in plan["defined"]:
-        exec(one.code(os.path.join(folder, f"cell_{one.cell}.py")), program)
+    for code in plan["defined"]:
+        exec(marshal.loads(code), program)
     program.update(_load(folder, "given.variables", device))
     plan["given"] = {name: _hash(program[name])[1] for name in plan["names"]}
     restore_rank_states(plan["states"], _device())
@@ -301,7 +285,7 @@ def leave(program: dict[str, Any]) -> None:
     _write(folder, "back", {"states": states, "refers": refers, "refused": refused}, back, plan["needed"])
 
 
-def _take(variables: dict[str, Any], own: list[Statement], file: str, folder: str) -> None:
+def _take(variables: dict[str, Any], own: list[Statement], folder: str) -> None:
     """Put into the notebook what the cell imports and defines, and the variables that the program left."""
     if not os.path.exists(os.path.join(folder, "back")):
         say("the cell ended by sys.exit, so no variable came back. Let it reach its last line")
@@ -311,7 +295,7 @@ def _take(variables: dict[str, Any], own: list[Statement], file: str, folder: st
     variables.update(back["early"])
     for one in own:
         try:
-            exec(one.code(file), variables)
+            exec(one.code, variables)
         except Exception as error:
             refused.update(dict.fromkeys(one.names, repr(error)))
             lacking.update({name: type(name, (), {}) for name in one.names if name not in variables})

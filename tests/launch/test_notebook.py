@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import marshal
 import os
 import sys
 from pathlib import Path
@@ -196,7 +197,8 @@ def _given(monkeypatch: pytest.MonkeyPatch, folder: Path, cell: str, *cells: str
     for number, source in enumerate(cells):
         exec(compile(source, f"cell {number}", "exec", dont_inherit=True), vars(main))
     vars(main)["In"] = [*cells, ""]
-    shell = SimpleNamespace(user_ns=vars(main), user_ns_hidden={}, compile=SimpleNamespace(flags=0))
+    compiler = SimpleNamespace(flags=0, cache=lambda source, number: "<cell>")
+    shell = SimpleNamespace(user_ns=vars(main), user_ns_hidden={}, compile=compiler, execution_count=len(cells))
     notebook._give(shell, "\n" + cell, str(folder))
     assert (folder / "cell.py").read_text().splitlines()[1:-1] == cell.splitlines()
     return (folder / "cell.py").read_text().splitlines()[0]
@@ -209,7 +211,7 @@ def test_what_a_cell_gets_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     got = _given(monkeypatch, tmp_path, "os.getcwd()\nf(a)\nast = 1\njs = lambda js: js", first, second)
     assert got.startswith("import os.path; import os; from torch import nn; __import__('ddpshim.launch.notebook'")
     plan = notebook._load(str(tmp_path), "given", "cpu")
-    assert [one.names for one in plan["defined"]] == [["f"], ["g"], ["A"]]
+    assert [marshal.loads(code).co_names for code in plan["defined"]] == [("f",), ("g",), ("A",)]
     assert sorted(notebook._load(str(tmp_path), "given.variables", "cpu")) == ["a", "scale"]
     program: dict[str, Any] = vars(sys.modules["__main__"])
     for name in ("f", "g", "A", "a", "scale"):
