@@ -32,12 +32,14 @@ def description() -> str:
 
 
 class BuildPages(build_py):
-    """Adds MIGRATION.md, which is not in docs/, to the pages in the wheel for `python -m ddpshim docs`."""
+    """Adds the pages that are not in docs/ to those in the wheel for `python -m ddpshim docs`."""
 
     def build_package_data(self) -> None:
         super().build_package_data()
-        page = Path(__file__).parent / "MIGRATION.md"
-        self.copy_file(str(page), str(Path(self.build_lib) / "ddpshim" / "docs" / page.name))
+        for page in ("MIGRATION.md", "README.md", "examples/README.md"):
+            copy = Path(self.build_lib) / "ddpshim" / page
+            self.mkpath(str(copy.parent))
+            self.copy_file(str(Path(__file__).parent / page), str(copy))
 
 
 requirements = Path(__file__).parent / "requirements"

@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from ddpshim.errors import TargetError
 from ddpshim.lazy import nearest
@@ -77,35 +77,43 @@ def _from_here(path: Path) -> Path:
 
 
 def pages() -> dict[str, Path]:
-    """Return page name -> file, from the wheel's `ddpshim/docs` or this checkout's `docs`."""
+    """Return page name -> file, from the wheel's `ddpshim` or this checkout: those in `docs`, and those beside it."""
     package = Path(__file__).parents[1]
-    folder = next(f for f in (package / "docs", package.parent / "docs") if (f / "launch.md").is_file())
-    found = [*folder.glob("*.md"), *folder.parent.glob("MIGRATION.md")]
-    return {file.stem: file for file in sorted(found, key=lambda file: file.stem.lower())}
+    home = next(folder for folder in (package, package.parent) if (folder / "docs" / "launch.md").is_file())
+    found = {file.stem: file for file in (home / "docs").glob("*.md")}
+    others = ("MIGRATION", "README", *(f"{folder}/README" for folder in ("examples", "patches")))
+    found.update((name, home / f"{name}.md") for name in others)
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
 # What users say: the word of the pages.
 _MEANS = {
     **dict.fromkeys(("slow", "slower", "speed", "speedup", "utilization"), "faster"),
-    **dict.fromkeys(("stuck", "deadlock", "timeout"), "hang"),
+    **dict.fromkeys(("stuck", "deadlock", "timeout", "time-out"), "hang"),
+    **dict.fromkeys(("remove", "unpatch"), "undo"),
+    **dict.fromkeys(("prove", "proof", "paper", "reviewer"), "certificate"),
+    **dict.fromkeys(("cancel", "zombie", "interrupt", "kill"), "ctrl-c"),
+    **dict.fromkeys(("choose", "select", "pick"), "which"),
     **{"correct": "right", "deterministic": "bits", "freeze": "frozen", "fsdp": "sharding", "grad": "gradient"},
-    **{"lr": "rate", "pdb": "debugger"},
+    **{"lr": "learning-rate", "oom": "memory", "pdb": "debugger"},
+    **dict.fromkeys(("old", "older", "upgrade", "update"), "versions"),
 }
 _UNSAID = "a an and are be can do does for get how i in is it low me my no not of on or several the to too use what why"
 _CODE = re.compile(r"(?ms)^```.*?^```\n")
 # A first cell of a table, the bold beginning of a paragraph, and a command with its comment are nearly headings.
-_ROWS = re.compile(r"(?m)^(?:\| (.+?) \|.*|(?:- )?\*\*(.+?)\*\*.*|(?:\$ )?([a-z].*? {2,}# .*))")
-_WEIGHTS = {"your_trainer": 1.3, "from_other_guides": 0.7, "decisions": 0.3}
+_ROWS = re.compile(r"(?m)^(?:\| (.+?) \|.*$(?!\n\|-)|(?:- )?\*\*(.+?)\*\*.*|(?:\$ )?([a-z].*? {2,}# .*))")
+_ITEM = re.compile("[,;:] |ddpshim ")
+_WEIGHTS = {"your_trainer": 1.3, "MIGRATION": 0.9, "from_other_guides": 0.7, "README": 0.7, "decisions": 0.3}
 
 
 def _docs(arguments: argparse.Namespace) -> int:
     known, words = pages(), arguments.words
     if not words:
         print(*known, sep="\n")
-    elif " ".join(words) in known:
-        print(known[words[0]].read_text(encoding="utf-8"), end="")
+    elif (text := _named(known, " ".join(words))) is not None:
+        print(text, end="")
     else:
-        found = _headings(known, [word.strip("?!.,") for word in " ".join(words).lower().split()])
+        found = _headings(known, [word.strip("?!.,()\"'") for word in " ".join(words).lower().split()])
         if not found:
             near = nearest(words[0], [*known]) or "."
             say(f"no page matches {' '.join(words)!r}{near} Use other words; `python -m ddpshim docs` lists all pages.")
@@ -116,11 +124,25 @@ def _docs(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _named(known: dict[str, Path], words: str) -> Optional[str]:
+    """Return a page, or a section, that `words` name: run, run.md#exceptions, your-trainer. Local."""
+    name, _, anchor = re.sub(r"^[./]*(docs/)?|\.md(?=#|$)", "", words).partition("#")
+    page = {page.lower(): page for page in known}.get(re.sub("[ -]", "_", name.lower()))
+    if page is None:
+        return None
+    text = known[page].read_text(encoding="utf-8")
+    for _, heading, title, body in _parts(page, text):
+        if title == heading and re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") == anchor:
+            return f"# {title}\n\n{body}"
+    return text
+
+
 def _headings(known: dict[str, Path], words: list[str]) -> list[tuple[str, str, str]]:
     """Return (page, heading, text) of the three sections that say most of `words`, rare ones above all. Local."""
-    said = [re.escape(_MEANS.get(word, word)) for word in words if word not in _UNSAID.split()]
+    said = [_MEANS.get(word, word) for word in words if not word.isdigit() and word not in _UNSAID.split()]
+    said += map("-".join, zip(said, said[1:]))  # batch norm: BatchNorm
     # A whole word counts more than one that only begins alike.
-    patterns = [re.compile(rf"(?<![a-z])(?:{one}s?(?![a-z])()|{one[:5].rstrip('s')})", re.IGNORECASE) for one in said]
+    patterns = [_pattern(one) for one in said]
     parts = [part for page, file in known.items() for part in _parts(page, file.read_text(encoding="utf-8"))]
     num_parts = [1 + sum(pattern.search(part[3]) is not None for part in parts) for pattern in patterns]
     best: dict[tuple[str, str], tuple[float, str]] = {}
@@ -129,15 +151,22 @@ def _headings(known: dict[str, Path], words: list[str]) -> list[tuple[str, str, 
         for pattern, num in zip(patterns, num_parts):
             of_title = pattern.search(title)
             if of_title is not None:
-                num_before = len(title[: of_title.start()].split())
-                points += (4 if of_title[1] is None else 6) / (1 + num_before / 5) * math.log(len(parts) / num)
+                before, after = title[: of_title.start()], title[of_title.end() :]  # of its item: x in "EMA; a x of b"
+                distance = len(_ITEM.split(before)[-1].split()) / 5 + len(_ITEM.split(after)[0].split()) / 20
+                points += (4 if of_title[1] is None else 6) / (1 + distance) * math.log(len(parts) / num)
             in_text = (pattern.search(heading) is not None) + min(4, len(pattern.findall(text))) / 4
             points += in_text * math.log(len(parts) / num)
-        points *= _WEIGHTS.get(page, 1)
+        points *= _WEIGHTS.get(page.rpartition("/")[2], 1)
         if points > best.get((page, heading), (0.0,))[0]:
             best[page, heading] = points, textwrap.shorten(_CODE.sub("", text), 300, placeholder=" ...")
     ranked = sorted(best, key=lambda place: -best[place][0])
     return [(*place, best[place][1]) for place in ranked[:3]]
+
+
+def _pattern(word: str) -> re.Pattern[str]:
+    """Return what finds a word, with an empty group if it is whole; data-parallel finds DataParallel too. Local."""
+    whole, start = (re.escape(part).replace(r"\-", "[- ]?") for part in (word, word[:5].rstrip("s-")))
+    return re.compile(rf"(?<![a-z])(?:{whole}s?(?![a-z])()|{start})", re.IGNORECASE)
 
 
 def _parts(page: str, text: str) -> Iterator[tuple[str, str, str, str]]:

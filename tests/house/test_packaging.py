@@ -75,11 +75,11 @@ def test_what_the_wheel_and_the_source_distribution_have(built: Path) -> None:
     for folder, place in (
         (r"(patches)/.*", "ddpshim/patches"),
         (r"(docs)/\w+\.md", "ddpshim/docs"),
-        (r"(MIGRATION\.md)", "ddpshim/docs/MIGRATION.md"),
+        (r"((?:MIGRATION|(?:examples/)?README)\.md)", r"ddpshim/\1"),
         (r"(examples/data)/.*(?<!README\.md)", "ddpshim/tools/lift"),
     ):
         found = (re.fullmatch(folder, file) for file in files)
-        expected |= {match[0].replace(match[1], place, 1) for match in found if match is not None}
+        expected |= {match[0].replace(match[1], match.expand(place), 1) for match in found if match is not None}
     generated = {f"{INFO}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt")}
     with zipfile.ZipFile(_wheel(built)) as wheel:
         assert {*wheel.namelist()} - generated == expected

@@ -279,7 +279,15 @@ QUESTIONS = {
     "freeze layers": ("your_trainer", "| frozen layers"),
     "seed": ("your_trainer", "| seeds"),
     "batch size": ("your_trainer", "| batch size"),
-    "learning rate": ("your_trainer", "learning-rate"),
+    "scale learning rate": ("your_trainer", "| batch size, learning rate"),
+    "my batch size (64)": ("your_trainer", "| batch size"),
+    "batch norm": ("your_trainer", "BatchNorm"),
+    "OOM": ("your_trainer", "not fit"),
+    "fine-tuning": ("your_trainer", "fine-tuning"),
+    "data-parallel": ("your_trainer", "| DataParallel"),
+    "Ctrl-C": ("launch", "Ctrl-C"),
+    "time-out": ("launch", "Hangs"),
+    "proof for reviewers": ("check", "Certificates"),
     "how to install": ("start", "pip install"),
     "docker": ("start", "Docker"),
     "windows": ("start", "| Windows"),
@@ -303,7 +311,7 @@ QUESTIONS = {
     "lerobot": ("other_codebases", "LeRobot"),
     "diffusion policy": ("other_codebases", "diffusion_policy"),
     "deepspeed": ("other_codebases", "DeepSpeed"),
-    "resume training": ("launch", "Resume your own trainer"),
+    "resume training": ("your_trainer", "| resume"),
     "resume under SLURM": ("launch", "Resume your own trainer"),
     "preempted": ("launch", "Preemption and resuming"),
     "it hangs": ("launch", "Hangs"),
@@ -319,10 +327,15 @@ QUESTIONS = {
 def test_pages_are_listed_printed_and_searched(capsys: pytest.CaptureFixture[str]) -> None:
     assert _call(["docs"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert {"MIGRATION", "check", "other_codebases", "run", "same_experiment", "start"} <= {*listed}
+    assert {"MIGRATION", "README", "check", "examples/README", "patches/README", "run", "start"} <= {*listed}
     for name in listed:
         assert _call(["docs", name]) == 0, name
         assert capsys.readouterr().out.startswith("# ")
+    for words in ("migration", "docs/launch.md", "your-trainer", "other codebases", "../patches/README.md#nothing"):
+        assert _call(["docs", *words.split()]) == 0
+        assert len(capsys.readouterr().out.splitlines()) > 40, words
+    assert _call(["docs", "same_experiment.md#the-same-bits"]) == 0
+    assert capsys.readouterr().out.startswith("# The same bits\n\nSet `DDPSHIM_EXACT`")
     for words, (page, answer) in QUESTIONS.items():
         assert _call(["docs", *words.split()]) == 0
         said = capsys.readouterr().out
