@@ -86,18 +86,14 @@ def pages() -> dict[str, Path]:
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
-# What users say: the word of the pages.
-_MEANS = {
-    **dict.fromkeys(("slow", "slower", "speed", "speedup", "utilization"), "faster"),
-    **dict.fromkeys(("stuck", "deadlock", "timeout", "time-out"), "hang"),
-    **dict.fromkeys(("remove", "unpatch"), "undo"),
-    **dict.fromkeys(("prove", "proof", "paper", "reviewer"), "certificate"),
-    **dict.fromkeys(("cancel", "zombie", "interrupt", "kill"), "ctrl-c"),
-    **dict.fromkeys(("choose", "select", "pick"), "which"),
-    **{"correct": "right", "deterministic": "bits", "freeze": "frozen", "fsdp": "sharding", "grad": "gradient"},
-    **{"lr": "learning-rate", "oom": "memory", "pdb": "debugger"},
-    **dict.fromkeys(("old", "older", "upgrade", "update"), "versions"),
-}
+# The word of the pages, and what users say.
+_SAID = (
+    "bits: deterministic; certificate: prove proof paper reviewer; ctrl-c: cancel zombie interrupt kill; "
+    "debugger: pdb; faster: slow slower speed speedup utilization; frozen: freeze; gradient: grad; memory: oom; "
+    "hang: stuck deadlock timeout time-out; learning-rate: lr; sharding: fsdp; undo: remove unpatch; "
+    "right: correct; versions: old older upgrade; which: choose select pick"
+)
+_MEANS = {said: word for word, _, each in (one.partition(": ") for one in _SAID.split("; ")) for said in each.split()}
 _UNSAID = "a an and are be can do does for get how i in is it low me my no not of on or several the to too use what why"
 _CODE = re.compile(r"(?ms)^```.*?^```\n")
 # A first cell of a table, the bold beginning of a paragraph, and a command with its comment are nearly headings.
