@@ -25,7 +25,7 @@ from ddpshim.options import Options
 from ddpshim.process.launch_env import PLACE
 from ddpshim.process.say import count, say
 from ddpshim.tools import new_files, watching
-from ddpshim.tools.judging import Proof, judge
+from ddpshim.tools.judging import Proof, RunRecords, judge
 from ddpshim.tools.watching import ONE, ProofSettings
 from ddpshim.trainers.unedited.program import Sources, file_of
 
@@ -49,15 +49,14 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None, 
         (folder / watching.SETTINGS).write_text(json.dumps(asdict(settings)))
         say(f"2 runs of {settings.steps} steps; their output goes to {logs}, and files that they make are removed")
         try:
-            run_one = _run_by_sample if Options.read().draws == "sample" else _run_alone
-            run_one(alone or job, folder, logs, settings)
+            _run_one(alone or job, folder, logs, settings)
             new_files.remove(folder)  # the ranks must not find the checkpoints of this one
             say(f"run 2: the same program on {settings.num_ranks} ranks")
             code = run(replace(job, proof=name, nproc=str(settings.num_ranks), log_dir=str(logs)))
         finally:
             for sentence in new_files.remove(folder):
                 say(sentence)
-        num_steps = [_num_steps(folder, f"rank_{rank}") for rank in range(settings.num_ranks)]
+        num_steps = [RunRecords(folder, f"rank_{rank}").num_steps for rank in range(settings.num_ranks)]
         proof = judge(folder, settings.num_ranks)
         proof = replace(proof, notes=[*proof.notes, *_says_whose(job, folder)])
     if (code or not all(num_steps)) and (proof.parting is None or proof.parting.what == "steps"):
@@ -73,54 +72,45 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None, 
     return proof
 
 
-def _run_alone(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -> None:
+def _run_one(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -> None:
     """Run it without a launcher's variables; if it makes no step, as the only rank of a job. With DDPSHIM_UNEDITED=off
-    the other way round."""
-    kept = {"OMP_NUM_THREADS": "1", **{key: value for key, value in os.environ.items() if key not in PLACE}}
+    the other way round. Draws by sample are those of a rank of `run`, so it is one."""
+    plain = {"OMP_NUM_THREADS": "1", **{key: value for key, value in os.environ.items() if key not in PLACE}}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "GROUP_RANK": "0"}
     place.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})  # as torchrun's
-    log, command = logs / f"{ONE}.log", [sys.executable, "-m", "ddpshim.tools.watching", str(folder), ONE, *job.command]
-    ways = [("", kept), (" as a single rank of a job", {**kept, **place})]
-    for how, environ in reversed(ways) if os.environ.get(variables.UNEDITED) == "off" else ways:
-        say(f"run 1: one process{how}")
+    ways: list[tuple[str, dict[str, str], list[str]]] = [("one process", plain, [])]
+    ways += [("one process as a single rank of a job", {**plain, **place}, [])]
+    no_step = "neither plainly nor as a single rank"
+    if Options.read().draws == "sample":
+        how, no_step = "one rank of `run`, since the plain program does not draw by sample", "as one rank of `run`"
+        ways = [(how, {"PYTHONHASHSEED": "0", **plain, **place}, ["-m", "ddpshim.launch.rank"])]  # as `run` does
+    elif os.environ.get(variables.UNEDITED) == "off":
+        ways.reverse()
+    log = logs / f"{ONE}.log"
+    for how, environ, start in ways:
+        say(f"run 1: {how}")
+        command = [sys.executable, "-m", "ddpshim.tools.watching", str(folder), ONE, *start, *job.command]
         with log.open("wb") as out:
             streams: Any = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
             try:
                 subprocess.run(command, env=environ, timeout=settings.timeout_s, check=False, **streams)
             except subprocess.TimeoutExpired:
+                made = RunRecords(folder, ONE).num_steps
                 raise LaunchError(
-                    f"the run in one process made {_num_steps(folder, ONE)} steps in {settings.timeout_s:g} s: there "
-                    "is nothing to compare. Give --timeout more seconds, or --steps fewer steps."
+                    f"the run in one process made {made} steps in {settings.timeout_s:g} s: there is nothing to "
+                    "compare. Give --timeout more seconds, or --steps fewer steps."
                 ) from None
-        if _num_steps(folder, ONE):
+        if RunRecords(folder, ONE).num_steps:
             return
         new_files.remove(folder)
         said = end_of(log)
         say(f"made no step: {said.rpartition(chr(10))[2]}")
         (folder / f"{ONE}.jsonl").unlink(missing_ok=True)
     raise LaunchError(
-        "in one process the trainer made no step, neither plainly nor as a single rank: there is nothing to "
-        f"compare. It ended with:\n{said}"
+        f"in one process the trainer made no step, {no_step}: there is nothing to compare. It ended with:\n{said}"
     )
-
-
-def _run_by_sample(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -> None:
-    """Run it on one rank of `run`, since the plain program does not draw by sample."""
-    say("run 1: one rank of `run`, since the plain program does not draw by sample")
-    run(replace(job, proof=str(folder), nproc="1", log_dir=str(logs)))
-    (folder / "rank_0.over").unlink(missing_ok=True)
-    if not _num_steps(folder, "rank_0"):
-        raise LaunchError(
-            "on one rank the trainer made no step: there is nothing to compare. It ended with:\n"
-            + end_of(logs / "rank_0.log")
-        )
-    (folder / "rank_0.jsonl").rename(folder / f"{ONE}.jsonl")
-
-
-def _num_steps(folder: Path, name: str) -> int:
-    return sum(record["kind"] == "step" for record in watching.read(folder, name))
 
 
 def _says_whose(job: Launch, folder: Path) -> Iterator[str]:

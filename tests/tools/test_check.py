@@ -435,7 +435,7 @@ def test_precision_of_a_backward_pass() -> None:
 def test_ranks_that_failed_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A guard may have ended them for what the first samples explain; without a difference there is nothing to say."""
 
-    def run_alone(job: Launch, folder: Path, logs: Path, settings: watching.ProofSettings) -> None:
+    def run_one(job: Launch, folder: Path, logs: Path, settings: watching.ProofSettings) -> None:
         _write(folder, watching.ONE, samples="abcd")
 
     def run(job: Launch) -> int:
@@ -444,7 +444,7 @@ def test_ranks_that_failed_are_judged(tmp_path: Path, monkeypatch: pytest.Monkey
         return 1
 
     monkeypatch.setattr(check.runner, "check", lambda job, environ: None)
-    monkeypatch.setattr(check, "_run_alone", run_alone)
+    monkeypatch.setattr(check, "_run_one", run_one)
     monkeypatch.setattr(check, "run", run)
     of_ranks = ["abcd", "abcd"]
     job = Launch(["train.py"], log_dir=str(tmp_path / "logs"))
