@@ -184,12 +184,12 @@ def new_keys(keys: Iterable[str], module: nn.Module) -> dict[str, str]:
             return {key: key[len(prefix) :] for key in keys}
     by_bare: dict[str, list[str]] = {}
     for key in own:
-        by_bare.setdefault(_bare_key(key), []).append(key)
-    candidates = {key: [key] if key in own else by_bare.get(_bare_key(key), []) for key in keys}
+        by_bare.setdefault(bare_key(key), []).append(key)
+    candidates = {key: [key] if key in own else by_bare.get(bare_key(key), []) for key in keys}
     return {key: found[0] if len(found) == 1 else key for key, found in candidates.items()}
 
 
-def _bare_key(key: str) -> str:
+def bare_key(key: str) -> str:
     return ".".join(part for part in key.split(".") if part not in _PREFIXES)
 
 

@@ -31,6 +31,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ddpshim.failures.unsynced_check import graph_of
+from ddpshim.model.wrapper import bare_key
 from ddpshim.process.job import current
 from ddpshim.process.observed import called, live_modules, observe
 from ddpshim.process.random_streams import digest
@@ -371,11 +372,6 @@ def of_graph(losses: Any) -> torch.dtype:
     return coarsest
 
 
-def _plain(name: str) -> str:
-    """Return a parameter's name without the parts that DDP and torch.compile add."""
-    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
-
-
 def _networks(trained: Container[int] = ()) -> Iterator[tuple[str, Any]]:
     """Yield the parameters and buffers of all networks but those with ids in `trained`, by names equal in all runs.
 
@@ -388,7 +384,7 @@ def _networks(trained: Container[int] = ()) -> Iterator[tuple[str, Any]]:
     counts = Counter[Any]()
     for module in (module for module in shown if id(module) not in inner):
         every = itertools.chain(module.named_parameters(), module.named_buffers())
-        tensors = [(_plain(name), tensor) for name, tensor in every if id(tensor) not in trained]
+        tensors = [(bare_key(name), tensor) for name, tensor in every if id(tensor) not in trained]
         if tensors:
             kind = (type(module).__name__, tuple((name, tuple(t.shape)) for name, t in tensors))
             counts[kind] += 1
