@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Container
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Optional
@@ -36,14 +37,14 @@ class Certifier(StepRecorder):
         super().__init__(settings.parent)
         chosen = json.loads(settings.read_text())
         self._path, self._last, self._ends = Path(chosen["file"]), chosen["last"], chosen["ends"]
-        self._at = set(chosen["at"])  # steps of a repetition's marks
         self._document: dict[str, Any] = chosen["document"]
-        self._every: int = self._document["every"]
+        every: int = self._document["every"]
+        # The steps of marks; those of a repetition are given.
+        self._at: Container[int] = set(chosen["at"]) or range(every, sys.maxsize, every)
         self._num_steps, self._has_begun = 0, False
         self._marked = 0  # the step of the last mark
         self._losses: list[list[Any]] = [[]]  # of each step since the last mark, and of the one that is not made yet
         self._stepped: dict[int, Any] = {}  # optimizers, since the last mark, in the order of their first steps
-        self._environment: dict[str, Any] = {}
         self._num_new = 0  # marks that the file does not have
         self._reads = certificate.Reads(settings.stat().st_mtime)
         self._writer, self._written = ThreadPoolExecutor(1), list[Future[None]]()  # the last mark's, or empty
@@ -66,7 +67,7 @@ class Certifier(StepRecorder):
         self._stepped.setdefault(id(optimizer), optimizer)
         self._num_steps += 1
         self._losses.append([])
-        if self._num_steps in self._at if self._at else self._num_steps % self._every == 0:
+        if self._num_steps in self._at:
             self._mark()
         if self._num_steps == self._last and not self._ends:
             self._end(is_complete=False)  # the program does not continue
@@ -87,9 +88,7 @@ class Certifier(StepRecorder):
         saves.before.append(lambda: self._mark_between(not is_repeating or self._num_steps == self._last))
         job.before_end.callback(lambda: self._mark_between(not job.is_failing() and not is_failure(sys.exc_info()[1])))
         if here.is_main:
-            self._document.update(exact=here.options.exact, ranks=here.world_size)
-            # In this thread: threads of torch are counted by thread.
-            self._environment = certificate.environment(here.device)
+            self._document.update(exact=here.options.exact, ranks=here.world_size, facts={})
             if saves.restored is not None and not is_repeating:
                 first = self._continue(saves.restored)
             elif not is_repeating and (folder := certificate.folder_of(self._path)).exists():
@@ -97,6 +96,8 @@ class Certifier(StepRecorder):
                     f"{folder} holds checkpoints of another start, and this one resumes from "
                     "none: its certificate would name them as its own. Move the folder and the certificate away."
                 )
+            # In this thread: threads of torch are counted by thread.
+            self._document["facts"]["environment"] = certificate.environment(here.device)
         self._num_steps = self._marked = here.gather(first)[0]
         self._has_begun = True
 
@@ -156,8 +157,8 @@ class Certifier(StepRecorder):
 
     def _add(self, mark: dict[str, Any], weights: list[Any]) -> None:
         """Hash a mark's weights, and write the certificate. In a thread of its own."""
-        if "facts" not in self._document:
-            self._document["facts"] = self._facts()
+        if "code" not in self._document["facts"]:
+            self._see_facts()
         made = hashlib.sha256()
         for tensor in weights:
             made.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -168,9 +169,9 @@ class Certifier(StepRecorder):
         if self._num_new * _OLD_PER_NEW > len(self._document["marks"]):
             self._write(is_complete=False)
 
-    def _facts(self) -> dict[str, Any]:
+    def _see_facts(self) -> None:
         read = {"code": self._reads.code(), "data": self._reads.data()}
-        return {**read, "packages": certificate.packages(), "environment": self._environment}
+        self._document["facts"].update(read, packages=certificate.packages())
 
     def _write(self, is_complete: bool) -> None:
         known = {saved["file"] for saved in self._document["checkpoints"]}
@@ -201,7 +202,7 @@ class Certifier(StepRecorder):
             return
         if self._last is None:
             self._reads.look()
-            self._document["facts"].update(self._facts())
+            self._see_facts()
         self._write(is_complete)
         if self._last is None:
             say(f"{self._path} certifies {self._marked} steps; check it with `check --certificate`")
