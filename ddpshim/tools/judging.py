@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 
@@ -65,6 +65,8 @@ _OWN_DRAWS = (
 )
 _OWN_NOISE = "random numbers (per rank, as under any DistributedDataParallel)"
 _Found = Optional[tuple[str, str, str, str, str]]  # of a Parting all but the step
+# How often each sample, or index, is in the batches of a step: of one process, of all ranks together, of each rank.
+_Drawn = tuple[Counter[str], Counter[str], list[Counter[str]]]
 Record = dict[str, Any]
 
 
@@ -210,19 +212,6 @@ def _unseeded(one: RunRecords, found: Optional[Parting]) -> Optional[Parting]:
     return replace(found, what=_SEED, where="", found=said, meaning=meaning)
 
 
-class _Drawn(NamedTuple):
-    """The batches of a step in one process and on the ranks, and how often each sample, or index, is in them."""
-
-    alone: list[Record]
-    spread: list[list[Record]]
-    mine: Counter[str]
-    of_ranks: list[Counter[str]]
-
-    @property
-    def together(self) -> Counter[str]:
-        return sum(self.of_ranks, Counter[str]())
-
-
 class _Comparison:
     """Compares ranks with the one process; `by_design`: what is another one there, without a mistake."""
 
@@ -270,18 +259,22 @@ class _Comparison:
         if not alone or not all(spread):
             return None
         mine = Counter(name for batch in alone for name in batch[by] or ())
-        of_ranks = [  # of a batch that every rank has whole, the main rank's counts
-            Counter(name for batch in own if not (rank and batch["whole"]) for name in batch[by] or ())
-            for rank, own in enumerate(spread)
-        ]
-        return _Drawn(alone, spread, mine, of_ranks) if mine and any(of_ranks) else None
+
+        def drawn(rank: int, number: int, batch: Record) -> Sequence[str]:
+            # A batch that ddpshim gives to every rank whole counts once.
+            is_whole = batch["streams"] is None and [batch[by]] == [own[by] for own in alone[number : number + 1]]
+            return () if rank and is_whole else batch[by] or ()
+
+        parts = ([drawn(rank, *batch) for batch in enumerate(own)] for rank, own in enumerate(spread))
+        of_ranks = [Counter(itertools.chain(*own)) for own in parts]
+        return (mine, sum(of_ranks, Counter[str]()), of_ranks) if mine and any(of_ranks) else None
 
     def _all_drawn(self, by: str) -> list[_Drawn]:
         return [found for step in range(self.one.num_steps) if (found := self._drawn(step, by)) is not None]
 
     def _samples_differ_by_draws(self) -> bool:
         """Whether ranks' samples are others, which equal random numbers would make those of the one process."""
-        runs, differ = (self.one, *self.ranks), any(own.mine != own.together for own in self._all_drawn("samples"))
+        runs, differ = (self.one, *self.ranks), any(mine != theirs for mine, theirs, _ in self._all_drawn("samples"))
         are_known = all(batch["indices"] for run in runs for batch, _ in run.trained)
         if not (differ and are_known and all(record for run in runs for record in run.drawn)):
             return False
@@ -292,21 +285,21 @@ class _Comparison:
     def _has_own_order(self) -> bool:
         """Whether ranks got shares of make_loader, in batches of the right size, with samples in another order."""
         drawn = self._all_drawn(self._known_by)
-        if not drawn or not all(batch["is_share"] for step in drawn for own in step.spread for batch in own):
+        if not drawn or not all(batch["is_share"] for run in self.ranks for batch, _ in run.trained):
             return False
-        sizes = [sum(counted.values()) for counted in (drawn[0].mine, drawn[0].together)]
-        return sizes[0] == sizes[1] and any(own.mine != own.together for own in drawn)
+        size, of_ranks = (sum(counted.values()) for counted in drawn[0][:2])
+        return size == of_ranks and any(mine != theirs for mine, theirs, _ in drawn)
 
     def _samples(self, step: int) -> _Found:
         drawn = self._drawn(step, self._known_by)
         if drawn is None:
             return None
-        (alone, spread, mine, of_ranks), together = drawn, drawn.together
+        mine, together, of_ranks = drawn
         if mine == together or _OWN_ORDER in self.by_design:
             return None
         size, of_all, common = (sum(names.values()) for names in (mine, together, mine & together))
-        of_one, of_main = alone[0]["sampler"], spread[0][0]["sampler"]
-        by_index = self._drawn(step, "indices")
+        alone, main = self.one.trained_on(step)[0], self.ranks[0].trained_on(step)[0]
+        of_one, of_main, by_index = alone["sampler"], main["sampler"], self._drawn(step, "indices")
         if all(own == of_ranks[0] for own in of_ranks) and len(of_ranks) > 1:
             meaning = f"every rank reads the same samples: a sampler that divides them is missing{_MAKE_LOADER}"
         elif of_all == len(of_ranks) * size:
@@ -315,9 +308,9 @@ class _Comparison:
             meaning = "the batch of a step has another size"
         elif of_one.startswith("Weighted") and not of_main.startswith("Weighted"):
             meaning = f"the weights of {of_one} are lost: ranks use {of_main}"
-        elif alone[0]["pass_number"] > self.one.trained_on(0)[0]["pass_number"]:
+        elif alone["pass_number"] > self.one.trained_on(0)[0]["pass_number"]:
             meaning = "epochs differ from the second on: set_epoch is not called, or with a wrong number"
-        elif by_index is not None and by_index.mine == by_index.together:
+        elif by_index is not None and by_index[0] == by_index[1]:
             meaning = (
                 "the same indices give other samples: each rank has other data (normalised or split by itself, files "
                 "in another order), or a sample draws from a generator that the dataset keeps"
@@ -328,7 +321,7 @@ class _Comparison:
             if by_index is None:
                 meaning += ", or random numbers of samples (augmentation) are per rank"
         found = f"{size} samples in one process, {of_all} on {len(of_ranks)} ranks, {common} common"
-        return "samples", "", spread[0][0]["place"], found, meaning
+        return "samples", "", main["place"], found, meaning
 
     def _noise(self, step: int) -> _Found:
         """Look for a rank that draws no random numbers from this step on, while another one does in every step."""
@@ -346,12 +339,12 @@ class _Comparison:
     def _lengths(self, step: int) -> _Found:
         """Look for equal batches in passes of another length: first, since rates depend on the length of the loader."""
         alone, spread = self.one.trained_on(step), [run.trained_on(step) for run in self.ranks]
-        if not alone or not all(spread) or alone[0]["size"] != sum(own[0]["size"] for own in spread):
+        if not alone or not all(spread) or len(alone[0]["samples"]) != sum(len(own[0]["samples"]) for own in spread):
             return None
         length, of_ranks = alone[0]["num_batches"], [own[0]["num_batches"] or 0 for own in spread]
         if not length or not all(of_ranks) or set(of_ranks) == {length}:
             return None
-        size, num_samples, fewest = alone[0]["size"], alone[0]["num_samples"], min(of_ranks)
+        size, num_samples, fewest = len(alone[0]["samples"]), alone[0]["num_samples"], min(of_ranks)
         found = f"an epoch has {length} batches in one process, {_range(of_ranks)} on the ranks"
         if fewest < length and num_samples and (length - 1) * size < num_samples <= length * size:
             found += f": ranks read {fewest * size} of {num_samples} samples"

@@ -118,7 +118,6 @@ class RankRecorder(StepRecorder):
 
     def __init__(self, folder: Path, run: str = "") -> None:
         super().__init__(folder, run)
-        self._is_rank = self._run != ONE
         self._settings = ProofSettings(**json.loads((folder / SETTINGS).read_text()))
         self._file = (folder / f"{self._run}.jsonl").open("a", buffering=1)
         self._optimizers: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # number, steps
@@ -141,17 +140,20 @@ class RankRecorder(StepRecorder):
             number, sampler = self._loaders.setdefault(loader, self._num_passes), loader.batch_sampler
             about = {"loader": number, **_about_pass(loader, self._num_passes)}
             is_seen = isinstance(sampler, BatchSampler)
-            self._passes[batches] = about, self._indices_of_pass(sampler) if is_seen else iter(())
+            self._passes[batches] = about, iter(self._drawn.get(sampler, ()) if is_seen else ())
             if number == self._num_passes and is_seen:
                 self._probe(loader)
 
         of_torch = BatchSampler.__iter__
 
         def see_indices(sampler: Any) -> Iterator[list[Any]]:
-            self._drawn[sampler] = drawn = list[Any]()
-            for indices in of_torch(sampler):
+            self._drawn[sampler] = drawn = list[Any]()  # which grows (data workers get some in advance)
+
+            def note(indices: list[Any]) -> list[Any]:
                 drawn.append([*map(repr, indices)])
-                yield indices
+                return indices
+
+            return map(note, of_torch(sampler))
 
         self._undo.enter_context(replaced(DataLoader, "__iter__", called(DataLoader.__iter__, after=see_pass)))
         self._undo.enter_context(replaced(BatchSampler, "__iter__", see_indices))
@@ -162,7 +164,7 @@ class RankRecorder(StepRecorder):
             before_step=self._before_step,
             after_step=self._after_step,
         )
-        if self._is_rank:  # `check` itself waits for the one process
+        if self._run != ONE:  # for which `check` itself waits
             limit = threading.Timer(self._settings.timeout_s, self._give_up)
             limit.daemon = True
             limit.start()
@@ -184,20 +186,13 @@ class RankRecorder(StepRecorder):
         if self._num_batches >= _MAX_BATCHES:
             return
         self._num_batches += 1
-        size, samples = samples_of(batch)
         known, indices = self._passes.get(batches) or (_NO_PASS, iter(()))
-        about = {"size": size, "samples": samples, "indices": next(indices, None), **known}
-        self._write("batch", **about, whole=_is_whole(batch, size), streams=self._own_streams(), place=users_line())
-
-    def _indices_of_pass(self, sampler: Any) -> Iterator[Any]:
-        """Yield the indices of each batch, after torch's loader has drawn them (data workers get some in advance)."""
-        for number in itertools.count():
-            drawn = self._drawn.get(sampler, [])
-            yield drawn[number] if number < len(drawn) else None
+        about = {"samples": samples_of(batch), "indices": next(indices, None), **known}
+        self._write("batch", **about, streams=self._own_streams(), place=users_line())
 
     def _probe(self, loader: Any) -> None:
         """Record a few samples, drawn from equal random numbers, if that makes them functions of their index."""
-        if not (self._is_rank and _is_alike()) and not isinstance(loader.dataset, IterableDataset):
+        if not _is_alike() and not isinstance(loader.dataset, IterableDataset):
             found = probed(loader)
             if found.why == DRAWS:
                 # From torch's generator torch seeds all those of data workers.
@@ -206,7 +201,7 @@ class RankRecorder(StepRecorder):
 
     def _own_streams(self) -> Optional[int]:
         """Return a number for the state of this rank's own random streams; None if they are those of one process."""
-        if not self._is_rank or _is_alike():
+        if _is_alike():
             return None
         states = [torch.default_generator.get_state()]
         states += [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
@@ -310,22 +305,16 @@ def _length(sampler: Any) -> Optional[int]:
     return None
 
 
-def samples_of(batch: Any) -> tuple[int, Optional[list[str]]]:
-    """Return the number of samples in a batch and a hash of each; (0, None) if the batch holds no tensors.
+def samples_of(batch: Any) -> list[str]:
+    """Return a hash of each sample in a batch; none if the batch holds no tensors.
 
     A sample is one row of every tensor whose first dimension equals that of the batch's first tensor.
     """
     strided = (t.detach() for t in _tensors(batch) if t.dim() and t.layout == torch.strided)
     tensors = [t for t in strided if not (t.is_nested or t.is_quantized or t.is_meta)]
-    if not tensors or not len(tensors[0]):
-        return 0, None
-    made = [hashlib.blake2b(digest_size=6) for _ in range(len(tensors[0]))]
-    for t in tensors:
-        if len(t) == len(made) and t.numel():
-            rows = t.resolve_conj().resolve_neg().cpu().reshape(len(t), -1).contiguous().view(torch.uint8).numpy()
-            for sample, row in zip(made, rows):
-                sample.update(row)
-    return len(made), [sample.hexdigest() for sample in made]
+    bits = (t.resolve_conj().resolve_neg().cpu() for t in tensors if len(t) == len(tensors[0]) and t.numel())
+    rows = [t.reshape(len(t), -1).contiguous().view(torch.uint8).numpy() for t in bits]
+    return [hashlib.blake2b(b"".join(sample), digest_size=6).hexdigest() for sample in zip(*rows)]
 
 
 def _tensors(batch: Any) -> Iterator[Any]:
@@ -390,18 +379,6 @@ def _networks(trained: Container[int] = ()) -> Iterator[tuple[str, Any]]:
             counts[kind] += 1
             which = f"{type(module).__name__}~{zlib.crc32(repr(kind).encode()):08x}#{counts[kind]}"
             yield from ((f"{which}.{name}", tensor) for name, tensor in tensors)
-
-
-def _is_whole(batch: Any, size: int) -> bool:
-    """Whether every rank gets this whole batch, of `size` samples here, and not its rows of it."""
-    if not _is_alike():
-        return False
-    from ddpshim.rows.samples import Fetched, Own, walked
-
-    parts: list[Any] = []
-    if isinstance(batch, Fetched) and batch.num_rows != size:  # equal: too few rows for all ranks
-        walked(parts.append, batch.batch)
-    return not any(isinstance(part, Own) for part in parts)
 
 
 def _is_alike() -> bool:

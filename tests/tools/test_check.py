@@ -62,8 +62,7 @@ def _write(
     for t in range(num_steps):
         if samples:
             of_pass = {"sampler": "RandomSampler", "pass_number": 1, "num_batches": num_batches, "num_samples": 10}
-            batch = {"size": len(samples), "samples": list(samples), "whole": False, "shuffles": None}
-            batch.update(loader=1, indices=None)
+            batch = {"samples": list(samples), "shuffles": None, "loader": 1, "indices": None}
             batch.update(is_share=is_share, streams=f"{draws}{t}" if draws else None)
             lines.append({"kind": "batch", "t": t, "place": "train.py:2", **batch, **of_pass})
         streams = f"{draws}{t + 1}" if draws else None
@@ -408,13 +407,27 @@ def test_samples_of_a_pass(tmp_path: Path, of_ranks: tuple[str, str], num_batche
     """They are compared before what follows from them: rates by the length of the loader, losses."""
     for run, samples in {"one": "abcd", "rank_0": of_ranks[0], "rank_1": of_ranks[1]}.items():
         is_rank = run.startswith("rank")
-        _write(tmp_path, run, loss=1.0 + is_rank, samples=samples, num_batches=num_batches[is_rank])
+        own = functools.partial(_change, every={"streams": run if is_rank else None})  # under DDP, drawn or not
+        _write(tmp_path, run, loss=1.0 + is_rank, samples=samples, num_batches=num_batches[is_rank], change=own)
     found = _parting(tmp_path)
     assert (found.step, found.what, found.place) == (1, "samples", "train.py:2")
     assert says in found.meaning
     if num_batches == (3, 2) and of_ranks[1] == "cd":
         said = "an epoch has 3 batches in one process, 2 on the ranks: ranks read 8 of 10 samples"
         assert found.found == said
+
+
+@pytest.mark.unit
+def test_a_batch_that_ddpshim_gives_to_every_rank_whole_counts_once(tmp_path: Path) -> None:
+    """Its ranks draw what one process draws; under DDP with its own numbers, every rank reads the same samples."""
+    for run in ("one", "rank_0", "rank_1"):
+        _write(tmp_path, run, samples="abc")
+    assert judging.judge(tmp_path, 2).is_same
+    _write(tmp_path, "rank_1", samples="abd")
+    assert _parting(tmp_path).found == "3 samples in one process, 6 on 2 ranks, 3 common"
+    for run in ("rank_0", "rank_1"):
+        _write(tmp_path, run, samples="abc", change=functools.partial(_change, every={"streams": run}))
+    assert "every rank reads the same samples" in _parting(tmp_path).meaning
 
 
 @pytest.mark.unit
@@ -440,7 +453,8 @@ def test_ranks_that_failed_are_judged(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def run(job: Launch) -> int:
         for rank in (0, 1):
-            _write(Path(job.proof or ""), f"rank_{rank}", samples=of_ranks[rank])
+            own = functools.partial(_change, every={"streams": rank})
+            _write(Path(job.proof or ""), f"rank_{rank}", samples=of_ranks[rank], change=own)
         return 1
 
     monkeypatch.setattr(check.runner, "check", lambda job, environ: None)
