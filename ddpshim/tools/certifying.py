@@ -135,8 +135,7 @@ class Certifier(StepRecorder):
             return
         # All ranks have the same. Sorted: then the bits of a sum do not depend on the order.
         losses = [sum(sorted(map(float, step)), 0.0) for step in steps]
-        if not self._written:
-            self._reads.look()
+        self._reads.look()
         groups = [group for optimizer in self._stepped.values() for group in optimizer.param_groups]
         weights = [parameter.detach().to("cpu", copy=True) for group in groups for parameter in group["params"]]
         self._stepped = {}
