@@ -110,9 +110,6 @@ class RunRecords:
     def of(self, kind: str, step: int) -> list[Record]:
         return [r for r in self.all(kind) if r["t"] == step]
 
-    def same(self, kind: str, step: int, optimizer: int) -> Optional[Record]:
-        return next((r for r in self.of(kind, step) if r["optimizer"] == optimizer), None)
-
     def first_step(self, optimizer: int) -> Record:
         """Return the record of an optimizer's first step, which has its parameters' names and first weights too."""
         return next(r for r in self.all("gradients") if r["optimizer"] == optimizer)
@@ -237,10 +234,13 @@ class _Comparison:
                     return Parting(step + 1, *found)
         return None
 
-    def _pairs(self, kind: str, step: int) -> Iterator[tuple[Record, list[Any]]]:
-        """Yield each record of the one process in a step, with each rank's of the same optimizer, or None."""
+    def _pairs(self, kind: str, step: int) -> Iterator[tuple[Record, list[Record]]]:
+        """Yield each record of the one process in a step, with each rank's of the same optimizer, if all have one."""
         for record in self.one.of(kind, step):
-            yield record, [run.same(kind, step, record["optimizer"]) for run in self.ranks]
+            of_ranks = (own for run in self.ranks for own in run.of(kind, step))
+            found = [own for own in of_ranks if own["optimizer"] == record["optimizer"]]
+            if len(found) == len(self.ranks):
+                yield record, found
 
     def _allows(self, key: Any, apart: float, least: float) -> bool:
         """Whether the difference `apart` counts as rounding. Call it in the order of steps: the limit only grows."""
@@ -389,7 +389,7 @@ class _Comparison:
         """Return why losses of a step differ: weights may do so by less than what counts, after the step before."""
         for record, found in self._pairs("step", step):
             first = self.one.first_step(record["optimizer"])
-            for theirs in filter(None, found):
+            for theirs in found:
                 tensors = zip(first["names"], first["weights"], record["weights"], theirs["weights"])
                 kept = [own for name, *own in tensors if name not in self._of_rounding]
                 apart, moved = (math.hypot(*(distance(own[i], own[1]) for own in kept)) for i in (2, 0))
@@ -404,8 +404,6 @@ class _Comparison:
 
     def _gradients(self, step: int) -> _Found:
         for record, found in self._pairs("gradients", step):
-            if None in found:
-                continue
             number, mine, every = record["optimizer"], record["gradients"], [own["gradients"] for own in found]
             total = math.hypot(*(own[0] for own in mine if own is not None))
 
@@ -437,7 +435,7 @@ class _Comparison:
     def _rates(self, step: int) -> _Found:
         for record, every in self._pairs("gradients", step):
             for rank, theirs in enumerate(every):
-                if theirs is None or not any(abs(a - b) > 1e-9 * abs(a) for a, b in zip(record["lr"], theirs["lr"])):
+                if not any(abs(a - b) > 1e-9 * abs(a) for a, b in zip(record["lr"], theirs["lr"])):
                     continue
                 found = f"{record['lr']} in one process, {theirs['lr']} on rank {rank}"
                 meaning = "it is scaled by the number of ranks, a schedule steps more often, or each rank has its own"
@@ -445,8 +443,8 @@ class _Comparison:
         return None
 
     def _weights(self, step: int) -> _Found:
-        for record, every in self._pairs("step", step + 1):
-            number, mine, found = record["optimizer"], record["weights"], [*filter(None, every)]
+        for record, found in self._pairs("step", step + 1):
+            number, mine = record["optimizer"], record["weights"]
             first = self.one.first_step(number)
             for theirs in found:
                 tensors = [*zip(first["weights"], mine, theirs["weights"])]
@@ -492,8 +490,8 @@ class _Comparison:
         return "networks", _named(odd), _place(self.ranks[0], step), found, meaning
 
     def difference_of_weights(self) -> float:
-        step = min(self.one.num_steps, self.ranks[0].num_steps)
-        both = ((mine["weights"], theirs["weights"]) for mine, (theirs, *_) in self._pairs("step", step) if theirs)
+        step = min(run.num_steps for run in (self.one, *self.ranks))
+        both = ((mine["weights"], theirs["weights"]) for mine, (theirs, *_) in self._pairs("step", step))
         pairs = [pair for weights in both for pair in zip(*weights)]
         apart, size = math.hypot(*(distance(a, b) for a, b in pairs)), math.hypot(*(a[0] for a, _ in pairs))
         return apart / size if size else apart
