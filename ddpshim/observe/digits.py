@@ -113,8 +113,7 @@ def _has(words: str, name: str) -> bool:
 def _read(place: Path, kind: str) -> Curves:
     if kind == "log":
         place.stat()  # raises OSError if it does not exist
-        run = find(place)
-        return {} if run is None else run.curves
+        return find(place).curves
     pattern, reader = _KINDS[kind]
     files = [place] if place.is_file() else sorted(place.rglob("*"))
     files = [path for path in files if re.fullmatch(pattern, path.name) and path.parent.name != records.FOLDER]

@@ -69,15 +69,12 @@ class Recorder:
     def __init__(self, folder: records.PathLike) -> None:
         """Start the records, or append to those of an earlier start (collective)."""
         here = world()
-        self._device = here.device
-        self._times: Optional[StepTimes] = None  # without records
-        self._begun: records.Record = {}  # what had been counted when this epoch began
+        self._device, self._times = here.device, current().part(StepTimes)
         start = here.run_on_main(time.time)
         if here.options.record and records.begin(folder, here.rank, start=start, **_facts(here)):
-            self._times = current().part(StepTimes)
-            self._begun = self._times.read(leaves_step=True)
             # The last chance to record how the run ended: with the exception that is propagating, if any.
             current().at_end.callback(lambda: _note_failure(sys.exc_info()[1]))
+        self._begun = self._times.read(leaves_step=True)  # what had been counted when this epoch began
 
     def epoch(
         self, epoch: int, *, loss: Optional[float] = None, valid: Optional[float] = None, **metrics: float
@@ -97,8 +94,6 @@ class Recorder:
 
     def counted(self) -> records.Record:
         """Return what was counted since the last call; what follows counts to no step until the next batch. Local."""
-        if self._times is None:
-            return {}
         before, self._begun = self._begun, self._times.read(leaves_step=True)
         return self._times.read(since=before, leaves_step=True)
 

@@ -99,7 +99,7 @@ def load(folder: Path) -> Run:
     Raises ReportError if there are none, or of several runs, and OSError if they cannot be read.
     """
     run = find(folder)
-    if run is None:
+    if not run.starts:
         raise ReportError(
             f"{folder} holds no records of a run ({records.FOLDER}/rank_N.jsonl); there is nothing to report. Launched "
             "runs of robomimic write them beside config.json (not with DDPSHIM_RECORD=no), other trainers with "
@@ -108,8 +108,8 @@ def load(folder: Path) -> Run:
     return run
 
 
-def find(folder: Path) -> Optional[Run]:
-    """Return what `load` does, or None if there are no records."""
+def find(folder: Path) -> Run:
+    """Return what `load` does, or a run without starts if there are no records."""
     files = (file for depth in ("*", "*/*") for file in folder.glob(f"{depth}/{records.FOLDER}/rank_*.jsonl"))
     found = [folder] if records.files(folder) else sorted({file.parent.parent for file in files})
     if len(found) > 1:
@@ -125,7 +125,7 @@ def find(folder: Path) -> Optional[Run]:
             if record["kind"] == "start":
                 current = starts.setdefault(record.get("start") or 0, {}).setdefault(rank, [])
             current.append(record)
-    return Run(found[0], [starts[number] for number in sorted(starts)], num_torn) if starts else None
+    return Run(next(iter(found), folder), [starts[number] for number in sorted(starts)], num_torn)
 
 
 def _means(passes: Mapping[int, Record]) -> dict[str, float]:
