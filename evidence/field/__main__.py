@@ -1,6 +1,7 @@
 """Runs public trainers, completely unedited, in one process and on ranks, and compares their results.
 
 Run it: python -m evidence.field --upstream DIR [--nproc 2,3] [--only NAMES] [--work DIR] [--write evidence/trainers.md]
+With --check instead: what `python -m ddpshim check` says of each; a false alarm or no answer gives exit code 1.
 
 DIR contains a folder OWNER+NAME with each trainer's sources at its commit (see patches/README.md);
 requirements/trainers.txt lists the packages they need.
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
@@ -83,10 +84,8 @@ def digests(folder: Path) -> dict[str, str]:
     }
 
 
-def play(
-    trainer: Trainer, upstream: Path, place: Path, num_ranks: int, variables: Optional[Mapping[str, str]] = None
-) -> Left:
-    """Run the trainer in a fresh copy of its sources and data, and collect its results."""
+def play(trainer: Trainer, upstream: Path, place: Path, num_ranks: int, action: str = "run", **variables: str) -> Left:
+    """Run (or check) the trainer in a fresh copy of its sources and data, and collect its results."""
     root, probe = place / "run", place / "probe"
     sources = root / "sources"
     shutil.copytree(upstream / trainer.upstream, sources, ignore=shutil.ignore_patterns("*.ipynb", ".git"))
@@ -94,14 +93,14 @@ def play(
     pristine = digests(root)
     trainer.make_data(sources)
     before = digests(root)
-    launcher = ["-m", "ddpshim", "run", "--nproc", str(num_ranks), "--log-dir", str(place / "logs")]
+    launcher = ["-m", "ddpshim", action, "--nproc", str(num_ranks), "--log-dir", str(place / "logs")]
     command = [sys.executable, *(launcher if num_ranks else []), *trainer.typed.split()]
     started = time.perf_counter()
     with open(place / "printed.txt", "wb") as out:
         process = subprocess.Popen(
             command,
             cwd=sources / trainer.folder,
-            env={**environment(trainer, upstream, sources, probe), **(variables or {})},
+            env={**environment(trainer, upstream, sources, probe), **variables},
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -115,7 +114,6 @@ def play(
     new = [name for name in after if name not in before]
     left = Left(
         exit_code,
-        root,
         {int(path.stem[5:]): torch.load(path, weights_only=False) for path in sorted(probe.glob("rank_*.pt"))},
         {},
         {},
@@ -128,6 +126,8 @@ def play(
         while shown in left.files:
             shown += " (again)"
         left.files[shown] = root / name
+    if not new:  # `check` removes what the trainer makes
+        return left
     states = place / "states.pt"
     subprocess.run(
         [sys.executable, str(HERE / "states.py"), str(root), str(states)],
@@ -173,7 +173,7 @@ def compared(trainer: Trainer, one: Left, samples: list[Left], two: Left, num_ra
     if exit_code:
         return Row(trainer, num_ranks, "failed", {}, [f"one process ended with {exit_code}"])
     each = [_differences(one, sample, trainer.losses)[0] for sample in samples]
-    rounding = {key: max((own[key] or 0.0 for own in each), default=0.0) for key in (each[0] if each else ())}
+    rounding = {key: max(own[key] or 0.0 for own in each) for key in each[0]}
     if two.edited:
         notes.append(f"edited: {two.edited}")
     if two.exit_code:
@@ -204,9 +204,20 @@ def _left(trainer: Trainer, name: str, upstream: Path, work: Path, num_ranks: in
     """Return the results of a trainer's run `name`: on ranks, or, if there are none, in one process."""
     place = work / trainer.name / name
     place.mkdir(parents=True)
-    left = play(trainer, upstream.resolve(), place, num_ranks, ROUNDED.get(name, {}))
+    left = play(trainer, upstream.resolve(), place, num_ranks, **ROUNDED.get(name, {}))
     print(f"{trainer.name} {name}: exit {left.exit_code}, {left.seconds:.0f} s", flush=True)
     return left
+
+
+def _answer(trainer: Trainer, upstream: Path, work: Path, num_ranks: int) -> str:
+    """Return what `check` answers, and print it; all that it printed if that is not "yes"."""
+    left = play(trainer, upstream.resolve(), work / trainer.name / f"check_{num_ranks}", num_ranks, "check")
+    found = re.findall(r"^the same experiment: (.+)", left.printed, re.MULTILINE)
+    answer = found[0] if found else f"none, exit code {left.exit_code}"
+    print(f"{trainer.name} | {answer} | {left.seconds:.0f}", flush=True)
+    if answer != "yes":
+        print(left.printed, flush=True)
+    return answer
 
 
 def _rows(trainer: Trainer, upstream: Path, work: Path, ranks: list[int]) -> Iterator[Row]:
@@ -268,11 +279,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="names, with commas between them")
     parser.add_argument("--work", type=Path, help="a new folder, to keep runs of one process")
     parser.add_argument("--write", type=Path, help="the page to write")
+    parser.add_argument("--check", action="store_true", help="print trainer | answer of `ddpshim check` | seconds")
     args = parser.parse_args()
     if not args.upstream:
         parser.error("--upstream, or DDPSHIM_UPSTREAM, names the folder of the sources")
     only = [name for name in args.only.split(",") if name]
-    table = []
+    table, answers, ranks = [], [], [*map(int, args.nproc.split(","))]
     work = (args.work or Path(tempfile.mkdtemp(prefix="field-"))).resolve()
     for trainer in TRAINERS:
         if only and trainer.name not in only:
@@ -281,7 +293,10 @@ def main() -> int:
         if lacking or not (args.upstream / trainer.upstream).is_dir():
             print(f"{trainer.name}: skipped, lacking {lacking or trainer.upstream}", flush=True)
             continue
-        for row in _rows(trainer, args.upstream, work, [*map(int, args.nproc.split(","))]):
+        if args.check:
+            answers += [_answer(trainer, args.upstream, work, num_ranks) for num_ranks in ranks]
+            continue
+        for row in _rows(trainer, args.upstream, work, ranks):
             table.append(row)
             shown = f"{row.verdict} {row.differences} {row.notes}; rounding {row.rounding}"
             print(
@@ -290,7 +305,7 @@ def main() -> int:
             )
     if args.write:
         pages.fill(args.write, START, "\n".join(lines_of(table)) + "\n", END)
-    return int(any(row.verdict in ("differs", "failed") for row in table))
+    return int(not {*answers, *(row.verdict for row in table)} <= {"yes", "equal", "refused"})
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ class Left:
     """The results of one run."""
 
     exit_code: int
-    folder: Path  # of the sources, in which it ran
     probes: dict[int, list[dict[str, Any]]]  # rank: its optimizers
     checkpoints: dict[str, Any]  # file: tensors by name, or why it could not be read
     files: dict[str, Path]  # names without the time
