@@ -215,7 +215,7 @@ class _Comparison:
     def __init__(self, one: RunRecords, ranks: Sequence[RunRecords]) -> None:
         self.one, self.ranks = one, ranks
         self._largest: dict[Any, float] = {}
-        self._turned: dict[Any, int] = {}  # the last step in which a gradient differed by a turn
+        self._turned: dict[Any, bool] = {}  # whether a gradient differed in its optimizer's last step, by a turn
         self._of_rounding: set[str] = set()  # names of weights that rounding alone moves
         self.dtype = max((r["dtype"] for r in one.all("loss")), key=_eps_of, default="float32")
         self.eps = _eps_of(self.dtype)
@@ -420,9 +420,9 @@ class _Comparison:
                 is_reduced = all(relative(every[0][i], own[i]) <= _GRADIENT for own in every[1:])
                 key = number, i
                 is_same = bool(self.by_design) or self._allows(("gradients", *key), apart, _GRADIENT)
-                if not is_same and apart <= _TURN and step and self._turned.get(key) != step - 1:
-                    is_same, self._turned[key] = True, step
-                if not (is_same and is_reduced):
+                is_turn = not is_same and apart <= _TURN and self._turned.get(key) is False
+                self._turned[key] = is_turn
+                if not ((is_same or is_turn) and is_reduced):
                     odd[i] = apart
             if odd:
                 names = self.one.first_step(number)["names"]

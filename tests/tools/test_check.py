@@ -152,16 +152,22 @@ def test_rounding_grows_from_step_to_step_and_a_mistake_is_there_at_once(
     ("apart", "is_same"),
     [((0, 5e-3, 0), True), ((0, 5e-3, 5e-3), False), ((5e-3, 0, 0), False), ((0, 5e-2, 0), False)],
 )
+@pytest.mark.parametrize("num_optimizers", [1, 2])
 def test_a_gradient_that_is_off_a_little_in_one_step_was_turned_by_rounding(
-    tmp_path: Path, apart: tuple[float, ...], is_same: bool
+    tmp_path: Path, apart: tuple[float, ...], is_same: bool, num_optimizers: int
 ) -> None:
-    def turn(line: dict[str, Any]) -> None:
-        if line["kind"] == "gradients":
-            line["gradients"] = [watching.sketch(torch.tensor([1.0, -3.0]) * (1 + apart[line["t"]]))]
+    """With two optimizers, that make steps alternately (a GAN), steps of the second one."""
 
-    _write(tmp_path, "one", num_steps=3)
+    def alternate(line: dict[str, Any], is_rank: bool = True) -> None:
+        if line["kind"] in ("gradients", "step"):
+            own, line["optimizer"] = divmod(line["t"] - (line["kind"] == "step"), num_optimizers)
+            if is_rank and line["kind"] == "gradients" and line["optimizer"] == num_optimizers - 1:
+                line["gradients"] = [watching.sketch(torch.tensor([1.0, -3.0]) * (1 + apart[own]))]
+
+    num_steps = 3 * num_optimizers
+    _write(tmp_path, "one", num_steps=num_steps, change=functools.partial(alternate, is_rank=False))
     for run in ("rank_0", "rank_1"):
-        _write(tmp_path, run, num_steps=3, change=turn)
+        _write(tmp_path, run, num_steps=num_steps, change=alternate)
     assert judging.judge(tmp_path, 2).is_same == is_same
 
 
