@@ -109,6 +109,7 @@ def _parting(folder: Path, num_ranks: int = 2) -> judging.Parting:
         ("float32", 1.0, [2.0, 2.0], "added up, not averaged"),
         ("float32", 1.0, [0.5, 0.5], "averaged twice"),
         ("float32", 1.0, [1.003, 1.003], "clipped or scaled differently"),
+        ("float32", 1.0, [1.0005, 1.0005], "a mistake is there after torch.set_default_dtype(torch.float64), too"),
         ("float32", 1.0, [1.5, 0.5], "they are not reduced"),
         ("float32", 0.0, [1.0, 1.0], ""),
         ("bfloat16", 1.0, [1.003, 1.003], None),
