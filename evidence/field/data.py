@@ -209,6 +209,50 @@ def mnist_and_results(root: Path) -> None:
     (root / "vae" / "results").mkdir(exist_ok=True)
 
 
+def mnist_of_its_own(root: Path) -> None:
+    """Write the same where the forward-forward example expects it."""
+    mnist(root)
+    (root / "data").rename(root / "mnist_forward_forward" / "data")
+
+
+def pictures(root: Path) -> None:
+    """Write pictures of two classes for ImageNet's trainer, and the same as BSDS300 for super_resolution's."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    folders = ("imagenet/imagenet/{}/a", "imagenet/imagenet/{}/b", "super_resolution/dataset/BSDS300/images/{}")
+    for folder in folders:
+        for split, count in {"train": 20, "val": 6, "test": 6}.items():
+            (root / folder.format(split)).mkdir(parents=True)
+            for number in range(count):
+                picture = Image.fromarray(rng.integers(0, 255, (64, 80, 3), dtype=np.uint8))
+                picture.save(root / folder.format(split) / f"{number}.png")
+
+
+def text(root: Path) -> None:
+    """Write lines of a few words, for a model of words, and for one of characters."""
+    rng = np.random.default_rng(0)
+    words = ["O", "God,", "God!", "would", "that", "was", "in", "fair", "mine", "never", "more", "been", "seen"]
+    folder = root / "words"
+    folder.mkdir()
+    for split, count in {"train": 120, "valid": 40, "test": 40}.items():
+        lines = "".join(" ".join(line) + "\n" for line in rng.choice(words, (count, 9)))
+        (folder / f"{split}.txt").write_text(lines)
+
+
+def input_text(root: Path) -> None:
+    """Write the same to the file that minGPT reads."""
+    text(root)
+    (root / "words" / "train.txt").rename(root / "input.txt")
+
+
+def waves(root: Path) -> None:
+    import torch
+
+    starts = np.random.default_rng(0).integers(-80, 80, (13, 1))
+    torch.save(np.sin((np.arange(30) + starts) / 20), root / "time_sequence_prediction" / "traindata.pt")
+
+
 def _idx(array: np.ndarray) -> bytes:
     """Return an array in MNIST's format: a magic number, the shape, the values."""
     return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, dtype=">i4").tobytes() + array.tobytes()

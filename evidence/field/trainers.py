@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from evidence.field import data
 
@@ -15,6 +16,8 @@ VISUALNAV = ("robodhruv/visualnav-transformer", "dca79815b704e5aa9c6bdc3082351f9
 UMI = ("real-stanford/universal_manipulation_interface", "d095ba9590df789df5189eea5ee7e431689038a6")
 LIBERO = ("Lifelong-Robot-Learning/LIBERO", "8f1084e3132a39270c3a13ebe37270a43ece2a01")
 EXAMPLES = ("pytorch/examples", "77f55b912142e11fcfdf5b530231fb9c52f181e8")
+MINGPT = ("karpathy/minGPT", "37baab71b9abea1b76ab957409a1cc2fbfba8a26")
+MAKEMORE = ("karpathy/makemore", "988aa59e4d8fefa526d06f3b453ad116258398d4")
 NANOGPT = ("karpathy/nanoGPT", "3adf61e154c3fe3fca428ad6bc3818b27a3b8291")
 DECISION_TRANSFORMER = ("kzl/decision-transformer", "e2d82e68f330c00f763507b3b01d774740bee53f")
 CORL = ("tinkoff-ai/CORL", "6afec90484bbf47dee05fdf525e26a3ebe028e9b")
@@ -78,6 +81,14 @@ PUSHT_IMAGE = f"task=pusht_image {runner('image', image=[3, 96, 96], agent_pos=[
 POINTS = runner("points", point_cloud=[512, 3], agent_pos=[24])
 SMALL_UNET = "policy.down_dims=[16,32] policy.n_groups=4 policy.diffusion_step_embed_dim=16 "
 WARM = "training.lr_warmup_steps=2 "
+
+
+def example(
+    folder: str, options: str, make_data: Callable[[Path], None], losses: str = r"Epoch|Test set", **more: Any
+) -> Trainer:
+    """Return one of pytorch/examples."""
+    name, script = more.pop("name", folder), more.pop("script", "main.py")
+    return Trainer(name, EXAMPLES, f"{script} {options}", make_data, folder=folder, losses=losses, **more)
 
 
 def visualnav(name: str) -> Trainer:
@@ -243,29 +254,70 @@ TRAINERS = [
     visualnav("gnm"),
     visualnav("vint"),
     visualnav("nomad"),
-    Trainer(
+    example(
         "dcgan",
-        EXAMPLES,
-        "main.py --dataset fake --batchSize 64 --imageSize 64 --ngf 4 --ndf 4 --niter 1 --manualSeed 1 --outf out",
+        "--dataset fake --batchSize 64 --imageSize 64 --ngf 4 --ndf 4 --niter 1 --manualSeed 1 --outf out",
         data.nothing,
-        folder="dcgan",
-        losses=r"Loss_D",
+        r"Loss_D",
+    ),
+    example("vae", "--batch-size 16 --epochs 2 --log-interval 4", data.mnist_and_results),
+    example("mnist", "--batch-size 16 --epochs 2 --log-interval 4 --save-model", data.mnist),
+    example("mnist_rnn", "--batch-size 16 --epochs 2 --log-interval 4 --save-model", data.mnist),
+    example(
+        "mnist_forward_forward",
+        "--epochs 6 --train_size 100 --save_model",
+        data.mnist_of_its_own,
+        r"Loss|error",
+        environment={"FIELD_SEED": "torchvision"},
+        stubs=("seed",),
+    ),
+    example("imagenet", "--batch-size 8 --epochs 2 --workers 1 --print-freq 1 --seed 1", data.pictures, r"Acc@1"),
+    example(
+        "super_resolution", "--upscale_factor 2 --batchSize 4 --threads 1", data.pictures, path=("super_resolution",)
+    ),
+    *(
+        example(
+            "word_language_model",
+            f"--data ../words --model {kind} --emsize 16 --nhid 16 --batch_size 6 --bptt 9 --epochs 1 --log-interval 4 "
+            "--use-optimizer --lr 0.01",
+            data.text,
+            r"loss",
+            name=f"word_{kind.lower()}",
+            path=("word_language_model",),
+        )
+        for kind in ("LSTM", "Transformer")
+    ),
+    example(
+        "time_sequence_prediction",
+        "--steps 2",
+        data.waves,
+        r"loss",
+        script="train.py",
+        environment={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},
+    ),
+    *(
+        Trainer(
+            name,
+            MINGPT,
+            f"projects/{name}/{name}.py --trainer.max_iters=20 --trainer.batch_size=12 --trainer.num_workers=1 "
+            f"{options}",
+            make_data,
+            losses=r"train loss",
+            path=(".",),
+        )
+        for name, make_data, options in (
+            ("adder", data.nothing, ""),
+            ("chargpt", data.input_text, "--data.block_size=16 --model.model_type=gpt-nano"),
+        )
     ),
     Trainer(
-        "vae",
-        EXAMPLES,
-        "main.py --batch-size 16 --epochs 2 --log-interval 4",
-        data.mnist_and_results,
-        folder="vae",
-        losses=r"Epoch|Test set",
-    ),
-    Trainer(
-        "mnist",
-        EXAMPLES,
-        "main.py --batch-size 16 --epochs 2 --log-interval 4 --save-model",
-        data.mnist,
-        folder="mnist",
-        losses=r"Epoch|Test set",
+        "makemore",
+        MAKEMORE,
+        "makemore.py --max-steps 21 --batch-size 12 --num-workers 1 --n-layer 2 --n-embd 32",
+        data.nothing,
+        environment={"FIELD_INSTEAD": "torch.utils.tensorboard:field_tensorboard"},
+        stubs=("tensorboard",),
+        losses=r"^step",
     ),
     Trainer(
         "nanogpt",
