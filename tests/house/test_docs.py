@@ -165,7 +165,7 @@ def test_the_messages_of_the_guide_are_those_of_the_library() -> None:
     rows = page[page.index("Messages from ddpshim") : page.index("Messages from torch, NCCL")].splitlines()
     firsts = [row.split(" | ")[0] for row in rows if row.startswith("| `")]
     messages = [message for first in firsts for message in re.findall("`(.+?)`", first) if " " in message]
-    assert len(messages) == 5
+    assert len(messages) == 2
     texts = [text for _, text in all_messages()]
     for message in messages:
         between_values = _VALUE.split(message)

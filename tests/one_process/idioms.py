@@ -241,6 +241,51 @@ def normalised_advantages(log: Log) -> Trained:
 
 
 @idiom
+def numbers_before_and_after_a_pass(log: Log) -> Trained:
+    """What is computed from losses in linear and other ways, written into, hooked, and read now or later."""
+    net, scale, hooked, kept = mlp(), torch.tensor(4.0), [], torch.zeros(())
+    optimizer = SGD(net.parameters(), 0.05)
+    for step, (x, y) in enumerate(loader(*data())):
+        out = net(x)
+        square, absolute, size = F.mse_loss(out, y), (out - y).abs().mean(), out.square().sum()
+        seen = square.detach()
+        total = sum([square, 0.5 * absolute, 1e-3 * size / len(x)])
+        total += absolute / 3 - 1
+        alias = total
+        total.mul_(2)
+        kept += absolute.detach() * (size > 0)
+        if step == 1:
+            total = total * (1 + seen) + absolute**2
+        if step == 2:
+            total.register_hook(lambda gradient: hooked.append(gradient.item()))
+            total = torch.stack([total, size.mean(), -absolute]).sum() + net[0].weight.norm()
+        optimizer.zero_grad()
+        (total * scale).backward(retain_graph=step == 0)
+        if step == 0:
+            (total / scale).backward(torch.tensor(0.5))
+        for p in net.parameters():
+            p.grad /= scale
+        optimizer.step()
+        seen.add_(1)
+        with torch.no_grad():
+            again = F.mse_loss(net(x), y) - square
+        with torch.inference_mode():
+            inside = 2 * F.l1_loss(net(x), y) + absolute
+        log(
+            inside.item(),
+            square.item(),
+            f"{absolute:.5f}",
+            float(alias),
+            seen.tolist(),
+            again < 1,
+            math.sqrt(size),
+            total.requires_grad,
+        )
+    log(hooked, kept, torch.autograd.grad(F.l1_loss(net(x), y), net[0].bias)[0].tolist())
+    return [net]
+
+
+@idiom
 def scores_of_a_validation_set(log: Log) -> Trained:
     """R squared, RMSE and the area under a curve, from predictions that were collected in lists."""
     net, (x, y) = mlp(), data()
