@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -10,9 +11,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Optional
 
 import torch
@@ -25,16 +27,19 @@ from ddpshim.options import Options
 from ddpshim.process.launch_env import PLACE
 from ddpshim.process.say import count, say
 from ddpshim.tools import new_files, watching
-from ddpshim.tools.judging import Proof, RunRecords, judge
-from ddpshim.tools.watching import ONE, ProofSettings
+from ddpshim.tools.judging import NUMBERS, Proof, RunRecords, judge
+from ddpshim.tools.watching import AGAIN, ONE, ProofSettings
 from ddpshim.trainers.unedited.program import Sources, file_of
 
+# Instructions of the processor that round otherwise: of torch, oneDNN and MKL.
+_ROUNDED_OTHERWISE = {"ATEN_CPU_CAPABILITY": "default", "DNNL_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
 _NEVER_COMPARED = "numbers that the program prints, logs or saves beside its networks; steps after these"
 
 
 def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None, own_ddp: bool = False) -> Proof:
     """Run `job` on ranks and `alone` in one process (default: the same program), and return the comparison.
 
+    If they differ, `alone` runs once more, rounded otherwise: two runs in one process may differ as much.
     Writes the answer into check.md too, beside the logs. With `own_ddp` ddpshim leaves the program alone, and its one
     process is a single rank of a job, if it can be, so that it has the sampler that ranks have.
 
@@ -47,17 +52,25 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None, 
     with tempfile.TemporaryDirectory(prefix="ddpshim-check-") as name:
         folder = Path(name)
         (folder / watching.SETTINGS).write_text(json.dumps(asdict(settings)))
-        say(f"2 runs of {settings.steps} steps; their output goes to {logs}, and files that they make are removed")
+        say(f"runs of {settings.steps} steps; their output goes to {logs}, and files that they make are removed")
         try:
             _run_one(alone or job, folder, logs, settings)
             new_files.remove(folder)  # the ranks must not find the checkpoints of this one
             say(f"run 2: the same program on {settings.num_ranks} ranks")
             code = run(replace(job, proof=name, nproc=str(settings.num_ranks), log_dir=str(logs)))
+            num_steps = [RunRecords(folder, f"rank_{rank}").num_steps for rank in range(settings.num_ranks)]
+            proof = judge(folder, settings.num_ranks)
+            if proof.parting is not None and all(num_steps):
+                new_files.remove(folder)
+                enough = replace(settings, steps=proof.parting.step)
+                (folder / watching.SETTINGS).write_text(json.dumps(asdict(enough)))
+                with contextlib.suppress(LaunchError):  # then nothing is known of it
+                    rounding = _ROUNDED_OTHERWISE if proof.parting.what in NUMBERS else {}
+                    _run_one(alone or job, folder, logs, settings, AGAIN, rounding)
+                    proof = judge(folder, settings.num_ranks)
         finally:
             for sentence in new_files.remove(folder):
                 say(sentence)
-        num_steps = [RunRecords(folder, f"rank_{rank}").num_steps for rank in range(settings.num_ranks)]
-        proof = judge(folder, settings.num_ranks)
         proof = replace(proof, notes=[*proof.notes, *_says_whose(job, folder)])
     if (code or not all(num_steps)) and (proof.parting is None or proof.parting.what == "steps"):
         said = "" if code else f" Rank 0 ended with:\n{end_of(logs / 'rank_0.log')}"
@@ -72,10 +85,17 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None, 
     return proof
 
 
-def _run_one(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -> None:
+def _run_one(
+    job: Launch,
+    folder: Path,
+    logs: Path,
+    settings: ProofSettings,
+    name: str = ONE,
+    own: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Run it without a launcher's variables; if it makes no step, as the only rank of a job. With DDPSHIM_UNEDITED=off
-    the other way round. Draws by sample are those of a rank of `run`, so it is one."""
-    plain = {"OMP_NUM_THREADS": "1", **{key: value for key, value in os.environ.items() if key not in PLACE}}
+    the other way round. Draws by sample are those of a rank of `run`, so it is one. `own`: more variables."""
+    plain = {"OMP_NUM_THREADS": "1", **{key: value for key, value in os.environ.items() if key not in PLACE}, **own}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "GROUP_RANK": "0"}
@@ -88,26 +108,26 @@ def _run_one(job: Launch, folder: Path, logs: Path, settings: ProofSettings) -> 
         ways = [(how, {"PYTHONHASHSEED": "0", **plain, **place}, ["-m", "ddpshim.launch.rank"])]  # as `run` does
     elif os.environ.get(variables.UNEDITED) == "off":
         ways.reverse()
-    log = logs / f"{ONE}.log"
+    log, which = logs / f"{name}.log", "run 1" if name == ONE else "run 3, since they differ"
     for how, environ, start in ways:
-        say(f"run 1: {how}")
-        command = [sys.executable, "-m", "ddpshim.tools.watching", str(folder), ONE, *start, *job.command]
+        say(f"{which}: {how}")
+        command = [sys.executable, "-m", "ddpshim.tools.watching", str(folder), name, *start, *job.command]
         with log.open("wb") as out:
             streams: Any = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
             try:
                 subprocess.run(command, env=environ, timeout=settings.timeout_s, check=False, **streams)
             except subprocess.TimeoutExpired:
-                made = RunRecords(folder, ONE).num_steps
+                made = RunRecords(folder, name).num_steps
                 raise LaunchError(
                     f"the run in one process made {made} steps in {settings.timeout_s:g} s: there is nothing to "
                     "compare. Give --timeout more seconds, or --steps fewer steps."
                 ) from None
-        if RunRecords(folder, ONE).num_steps:
+        if RunRecords(folder, name).num_steps:
             return
         new_files.remove(folder)
         said = end_of(log)
         say(f"made no step: {said.rpartition(chr(10))[2]}")
-        (folder / f"{ONE}.jsonl").unlink(missing_ok=True)
+        (folder / f"{name}.jsonl").unlink(missing_ok=True)
     raise LaunchError(
         f"in one process the trainer made no step, {no_step}: there is nothing to compare. It ended with:\n{said}"
     )

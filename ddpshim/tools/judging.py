@@ -15,7 +15,7 @@ import torch
 
 from ddpshim.process.say import count
 from ddpshim.rows.probe import are_near
-from ddpshim.tools.watching import NUM_SIGNS, ONE, read
+from ddpshim.tools.watching import AGAIN, NUM_SIGNS, ONE, read
 
 # Below these a difference counts as rounding: relative to the loss, to the gradient, to the distance a weight moved.
 _LOSS, _GRADIENT, _WEIGHT = 1e-5, 1e-4, 1e-2
@@ -28,7 +28,9 @@ _CANCELS = 1e-5
 # Adam moves a weight whose gradient is rounding alone (a bias before BatchNorm, that of attention's keys) at random, by
 # full steps. Weights differ only if those that do have this part of all that moved.
 _PART = 0.3
-_SEED = "seed"
+# A difference is rounding if two runs in one process that round otherwise have this part of it.
+_AS_MUCH = 0.1
+_SEED, _ROUNDING = "seed", "rounding"  # why there is no answer
 _SINGLE = float(torch.finfo(torch.float32).eps)
 # In bfloat16 or float16 a loss may be rounded once, and a gradient once for each layer: so many times eps.
 _TIMES_EPS = {_LOSS: 2, _GRADIENT: 10, _WEIGHT: 10}
@@ -51,6 +53,7 @@ _WHY_LOSS_OF_WHOLES = (
     "with DDPSHIM_CAPTURE=off, and with DDPSHIM_ROWS=off too?"
 )
 _BY_MORE = "by more than 1% of the distance they moved"
+NUMBERS = ("loss", "gradients", "weights", "networks")  # what rounding changes
 _LOOKS = ("samples", "lengths", "start", "losses", "gradients", "rates", "weights", "networks", "steps")
 # What neither the order of samples nor random numbers change.
 _ALWAYS = ("samples", "start", "noise", "gradients", "rates", "steps")
@@ -64,6 +67,8 @@ _OWN_DRAWS = (
     "equal random numbers)"
 )
 _OWN_NOISE = "random numbers (per rank, as under any DistributedDataParallel)"
+_IN_FLOAT64 = "float64 compares further: torch.set_default_dtype(torch.float64)"
+_FEWEST = 2  # steps of which "yes" is said
 _Found = Optional[tuple[str, str, str, str, str]]  # of a Parting all but the step
 # How often each sample, or index, is in the batches of a step: of one process, of all ranks together, of each rank.
 _Drawn = tuple[Counter[str], Counter[str], list[Counter[str]]]
@@ -75,7 +80,8 @@ class Parting:
     """The first difference between the ranks and the one process."""
 
     step: int  # from 1
-    # seed, samples, noise, weights at the start, loss, gradients, learning rate, weights, optimizer, networks, steps
+    # samples, noise, weights at the start, loss, gradients, learning rate, weights, optimizer, networks, steps; or why
+    # there is no answer: seed, rounding
     what: str
     where: str  # which tensors, backward pass or optimizer
     place: str  # file:line of the user's program
@@ -140,8 +146,8 @@ class Proof:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether the program sets no seed, so that two runs in one process differ already."""
-        return self.parting is not None and self.parting.what == _SEED
+        """Whether two runs in one process differ as much."""
+        return self.parting is not None and self.parting.what in (_SEED, _ROUNDING)
 
 
 def judge(folder: Path, num_ranks: int) -> Proof:
@@ -149,10 +155,19 @@ def judge(folder: Path, num_ranks: int) -> Proof:
     one, ranks = RunRecords(folder, ONE), [RunRecords(folder, f"rank_{rank}") for rank in range(num_ranks)]
     num_steps, wrong = min(run.num_steps for run in (one, *ranks)), [*_wrong_in_all(one, ranks[0])]
     compared = _Comparison(one, ranks)
-    parting = _unseeded(one, compared.first()) or _equal_noise(ranks, _OWN_DRAWS in compared.by_design)
-    by_design, notes = compared.by_design if parting is None else [], [*_notes(compared)]
+    parting, again, notes = compared.first(), RunRecords(folder, AGAIN), [*_notes(compared)]
+    if parting is not None and again.num_steps:
+        parting = _of_one_process(one, again, ranks, parting)
+        if parting.what == _ROUNDING and parting.step > _FEWEST and not compared.by_design:
+            num_steps, parting = parting.step - 1, None
+            notes.append(
+                f"from step {num_steps + 1} on another run in one process, which is rounded otherwise, is as far from "
+                f"the first one: {_IN_FLOAT64}"
+            )
+    parting = parting or _equal_noise(ranks, _OWN_DRAWS in compared.by_design)
+    by_design = compared.by_design if parting is None else []
     is_same = parting is None and not by_design and num_steps > 0
-    difference = compared.difference_of_weights() if is_same else None
+    difference = compared.difference_of_weights(num_steps) if is_same else None
     return Proof(is_same, num_steps, num_ranks, difference, by_design, parting, notes, wrong)
 
 
@@ -196,24 +211,36 @@ def _equal_noise(ranks: Sequence[RunRecords], for_samples: bool) -> Optional[Par
     return None
 
 
-def _unseeded(one: RunRecords, found: Optional[Parting]) -> Optional[Parting]:
-    """Return `found`; if it is of the first step, and the one process has not seeded torch, a Parting that says so."""
-    is_seeded = next((record["is_seeded"] for record in one.all("begun")), True)
-    if found is None or is_seeded or found.step > 1 or found.what not in ("samples", "weights at the start", "loss"):
+def _of_one_process(one: RunRecords, again: RunRecords, ranks: Sequence[RunRecords], found: Parting) -> Parting:
+    """Return `found`; if another run in one process differs from the first one as much, a Parting that says so."""
+    compared = _Comparison(one, [again])
+    compared.by_design = []  # its random numbers are those of the first one
+    if found.what in NUMBERS:
+        left = _Comparison(one, ranks, compared.measured()).first()
+        if left is not None and left.step == found.step:
+            return left
+        where = " of ".join(filter(None, (found.what, found.where)))
+        meaning = f"another run in one process, which is rounded otherwise, is as far from the first one. {_IN_FLOAT64}"
+        return replace(found, what=_ROUNDING, where=where, meaning=meaning)
+    own = compared.first()
+    if own is None or own.what != found.what or own.step > found.step:
         return found
-    said = f"the program does not seed torch, so that two runs in one process differ too: {found.what}"
+    said = f"another run in one process differs, too: {found.what} in step {own.step}"
     meaning = (
-        "call torch.manual_seed, random.seed and numpy.random.seed first: without them nothing can be compared with "
-        "one process"
+        "call torch.manual_seed, random.seed and numpy.random.seed first. If it does: the program depends on time, "
+        "on the order of a set, or on what it finds"
     )
     return replace(found, what=_SEED, where="", found=said, meaning=meaning)
 
 
 class _Comparison:
-    """Compares ranks with the one process; `by_design`: what is another one there, without a mistake."""
+    """Compares ranks with the one process; `by_design`: what is another one there, without a mistake.
 
-    def __init__(self, one: RunRecords, ranks: Sequence[RunRecords]) -> None:
-        self.one, self.ranks = one, ranks
+    `sizes`: how far numbers are apart (of a step, and what they are) in two runs in one process.
+    """
+
+    def __init__(self, one: RunRecords, ranks: Sequence[RunRecords], sizes: Optional[dict[Any, float]] = None) -> None:
+        self.one, self.ranks, self._step, self._sizes, self._is_measuring = one, ranks, 0, sizes or {}, False
         self._largest: dict[Any, float] = {}
         self._turned: dict[Any, bool] = {}  # whether a gradient differed in its optimizer's last step, by a turn
         self._of_rounding: set[str] = set()  # names of weights that rounding alone moves
@@ -228,11 +255,21 @@ class _Comparison:
         """Return the first difference; None if there is none."""
         # Ranks may have failed in the first step.
         for step in range(max(1, *(run.num_steps for run in (self.one, *self.ranks)))):
+            self._step = step
             for look in _ALWAYS if self.by_design else _LOOKS:
                 found = getattr(self, f"_{look}")(step)
                 if found is not None:
                     return Parting(step + 1, *found)
         return None
+
+    def measured(self) -> dict[Any, float]:
+        """Return how far numbers are apart."""
+        self._is_measuring = True
+        for step in range(min(run.num_steps for run in (self.one, *self.ranks))):
+            self._step = step
+            for look in (self._losses, self._gradients, self._weights, self._networks):
+                look(step)
+        return self._sizes
 
     def _pairs(self, kind: str, step: int) -> Iterator[tuple[Record, list[Record]]]:
         """Yield each record of the one process in a step, with each rank's of the same optimizer, if all have one."""
@@ -244,8 +281,12 @@ class _Comparison:
 
     def _allows(self, key: Any, apart: float, least: float) -> bool:
         """Whether the difference `apart` counts as rounding. Call it in the order of steps: the limit only grows."""
-        seen = self._largest.get(key, 0.0)
-        is_allowed = apart <= max(self._least_limit(least), _GROWS * seen)
+        place = self._step, key
+        if self._is_measuring:
+            self._sizes[place] = min(apart, self._sizes.get(place, math.inf))  # `_differing` also pairs the wrong ones
+            return True
+        seen, of_one_process = self._largest.get(key, 0.0), self._sizes.get(place, 0.0) / _AS_MUCH
+        is_allowed = apart <= max(self._least_limit(least), _GROWS * seen, of_one_process)
         if is_allowed:
             self._largest[key] = max(seen, apart)
         return is_allowed
@@ -489,8 +530,7 @@ class _Comparison:
         )
         return "networks", _named(odd), _place(self.ranks[0], step), found, meaning
 
-    def difference_of_weights(self) -> float:
-        step = min(run.num_steps for run in (self.one, *self.ranks))
+    def difference_of_weights(self, step: int) -> float:
         both = ((mine["weights"], theirs["weights"]) for mine, (theirs, *_) in self._pairs("step", step))
         pairs = [pair for weights in both for pair in zip(*weights)]
         apart, size = math.hypot(*(distance(a, b) for a, b in pairs)), math.hypot(*(a[0] for a, _ in pairs))
@@ -535,13 +575,8 @@ def _why_gradients(mine: Any, every: Sequence[Any], odd: Sequence[int], near: fl
     found = [ratio(mine[i], every[0][i]) for i in odd if mine[i] and every[0][i]]
     factors = [factor for factor, _ in found]
     if found and all(left < near for _, left in found) and max(factors) - min(factors) < near * abs(max(factors)):
-        if abs(max(factors) - 1) < near:
-            return "", (
-                "they are sums of many values (of a convolution over large pictures, on a CPU) that float32 rounds: a "
-                "mistake is there after torch.set_default_dtype(torch.float64), too"
-            )
         return (
-            f"; they are {max(factors):.4g} times those of one process",
+            f"; they are {max(factors):.6g} times those of one process",
             "gradients are added up, not averaged; averaged twice, as the loss is divided by ranks too; clipped or "
             "scaled differently",
         )

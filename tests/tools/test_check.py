@@ -109,7 +109,6 @@ def _parting(folder: Path, num_ranks: int = 2) -> judging.Parting:
         ("float32", 1.0, [2.0, 2.0], "added up, not averaged"),
         ("float32", 1.0, [0.5, 0.5], "averaged twice"),
         ("float32", 1.0, [1.003, 1.003], "clipped or scaled differently"),
-        ("float32", 1.0, [1.0005, 1.0005], "a mistake is there after torch.set_default_dtype(torch.float64), too"),
         ("float32", 1.0, [1.5, 0.5], "they are not reduced"),
         ("float32", 0.0, [1.0, 1.0], ""),
         ("bfloat16", 1.0, [1.003, 1.003], None),
@@ -455,8 +454,8 @@ def test_precision_of_a_backward_pass() -> None:
 def test_ranks_that_failed_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A guard may have ended them for what the first samples explain; without a difference there is nothing to say."""
 
-    def run_one(job: Launch, folder: Path, logs: Path, settings: watching.ProofSettings) -> None:
-        _write(folder, watching.ONE, samples="abcd")
+    def run_one(job: Launch, folder: Path, logs: Path, settings: watching.ProofSettings, *again: Any) -> None:
+        _write(folder, again[0] if again else "one", samples="abcd")
 
     def run(job: Launch) -> int:
         for rank in (0, 1):
@@ -482,17 +481,44 @@ def test_ranks_that_failed_are_judged(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize(("of_rank", "what"), [({"samples": "abce"}, "samples"), ({"loss": 1.1}, "loss")])
-def test_a_program_without_a_seed_is_unknown(tmp_path: Path, of_rank: dict[str, object], what: str) -> None:
-    """Its ranks differ from the one process, as would another run of the one process."""
-    for run in ("one", "rank_0"):
-        given = {"samples": "abcd", **(of_rank if run == "rank_0" else {})}
-        _write(tmp_path, run, **given)  # type: ignore[arg-type]
-        _add(tmp_path, run, "begun", tensors={}, is_seeded=False)
-    said = check.as_text(judging.judge(tmp_path, 1)).splitlines()
-    assert said[0] == "the same experiment: unknown"
-    assert said[2] == f"  found:   the program does not seed torch, so that two runs in one process differ too: {what}"
-    assert "call torch.manual_seed, random.seed" in said[3]
+@pytest.mark.parametrize(
+    ("of_ranks", "again", "verdict", "said"),
+    [
+        ({"samples": "abce"}, {"samples": "abcf"}, "unknown", "seed, train.py:2"),
+        ({"samples": "abce"}, {}, "no", "samples, train.py:2"),
+        ({"gradient": 1.5}, {"gradient": 1.1}, "unknown", "rounding of gradients of w, train.py:4"),
+        ({"gradient": 1.5}, {"gradient": 1.01}, "no", "gradients of w, train.py:4"),
+        ({"loss": 1.5, "gradient": 2.0}, {"loss": 1.5}, "no", "gradients of w, train.py:4"),
+    ],
+)
+def test_no_is_said_of_what_two_runs_in_one_process_do_not_show(
+    tmp_path: Path, of_ranks: dict[str, Any], again: dict[str, Any], verdict: str, said: str
+) -> None:
+    for run, given in {"one": {}, "rank_0": of_ranks, "again": again}.items():
+        _write(tmp_path, run, **{"samples": "abcd", **given})
+    shown = check.as_text(judging.judge(tmp_path, 1)).splitlines()
+    assert shown[:2] == [f"the same experiment: {verdict}", f"  differs first in step 1: {said}"]
+
+
+@pytest.mark.unit
+def test_gradients_that_differ_between_ranks_are_no_rounding(tmp_path: Path) -> None:
+    for run, size in {"one": 1.0, "rank_0": 1.4, "rank_1": 1.6, "again": 1.5}.items():
+        _write(tmp_path, run, size)
+    assert "they are not reduced" in _parting(tmp_path).meaning
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("first", "answer"), [(2, (True, 2, None)), (1, (False, 4, "rounding"))])
+def test_yes_is_said_of_the_steps_before_rounding(tmp_path: Path, first: int, answer: tuple[Any, ...]) -> None:
+    def differ(line: dict[str, Any]) -> None:
+        if line["kind"] == "gradients" and line["t"] >= first:
+            line["gradients"] = [[4 * number for number in line["gradients"][0]]]
+
+    _write(tmp_path, "one", num_steps=4)
+    for run in ("rank_0", "rank_1", "again"):
+        _write(tmp_path, run, num_steps=4, change=differ)
+    proof = judging.judge(tmp_path, 2)
+    assert (proof.is_same, proof.num_steps, proof.parting and proof.parting.what) == answer
 
 
 def _check(folder: Path, program: str, num_ranks: int = 2, steps: int = 20, *arguments: str) -> tuple[int, str]:
@@ -509,6 +535,38 @@ def test_a_rank_that_waits_forever_is_ended_and_its_line_named(tmp_path: Path) -
     code, said = start_afresh(["-m", "ddpshim.launch.rank", "train.py"], environ, tmp_path, patience(60))
     assert code == 1, said
     assert "rank 0 made 0 of 20 steps in 1 s, and is at train.py:2: ranks wait for each other forever, or need" in said
+
+
+_GROWS = """
+import sys
+import time
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0 if "seeded" in sys.argv else time.time_ns())
+x = torch.linspace(-1, 1, 3000).reshape(1000, 3)
+net = torch.nn.Sequential(torch.nn.Linear(3, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+for step, (x, y) in enumerate(DataLoader(TensorDataset(x, x.sin().sum(1)), 200)):
+    optimizer.zero_grad()
+    grows = 1e6 if step > 2 else 1.0
+    ((net(x)[:, 0] - y) * grows).sin().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.launch
+def test_rounding_that_training_amplifies_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variables.ROWS, "all")
+    code, said = _check(tmp_path, _GROWS, 3, 20, "seeded")
+    proof = json.loads(said[said.index("{\n") :])
+    assert (code, proof["num_steps"]) == (0, 3), said
+    assert proof["notes"][-1].startswith("from step 4 on another run in one process, which is rounded otherwise, is")
+    code, said = _check(tmp_path, _GROWS, 3, 20)
+    proof = json.loads(said[said.index("{\n") :])
+    assert (code, proof["parting"]["what"]) == (2, "seed"), said
+    assert proof["parting"]["found"] == "another run in one process differs, too: weights at the start in step 1"
 
 
 _IMAGES = """
