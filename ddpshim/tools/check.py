@@ -11,10 +11,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Optional
 
 import torch
@@ -54,7 +53,7 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None, 
         (folder / watching.SETTINGS).write_text(json.dumps(asdict(settings)))
         say(f"runs of {settings.steps} steps; their output goes to {logs}, and files that they make are removed")
         try:
-            _run_one(alone or job, folder, logs, settings)
+            _run_one(alone or job, folder, logs, settings, ONE, {})
             new_files.remove(folder)  # the ranks must not find the checkpoints of this one
             say(f"run 2: the same program on {settings.num_ranks} ranks")
             code = run(replace(job, proof=name, nproc=str(settings.num_ranks), log_dir=str(logs)))
@@ -85,14 +84,7 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None, 
     return proof
 
 
-def _run_one(
-    job: Launch,
-    folder: Path,
-    logs: Path,
-    settings: ProofSettings,
-    name: str = ONE,
-    own: Mapping[str, str] = MappingProxyType({}),
-) -> None:
+def _run_one(job: Launch, folder: Path, logs: Path, settings: ProofSettings, name: str, own: dict[str, str]) -> None:
     """Run it without a launcher's variables; if it makes no step, as the only rank of a job. With DDPSHIM_UNEDITED=off
     the other way round. Draws by sample are those of a rank of `run`, so it is one. `own`: more variables."""
     plain = {"OMP_NUM_THREADS": "1", **{key: value for key, value in os.environ.items() if key not in PLACE}, **own}

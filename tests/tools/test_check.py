@@ -454,8 +454,10 @@ def test_precision_of_a_backward_pass() -> None:
 def test_ranks_that_failed_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A guard may have ended them for what the first samples explain; without a difference there is nothing to say."""
 
-    def run_one(job: Launch, folder: Path, logs: Path, settings: watching.ProofSettings, *again: Any) -> None:
-        _write(folder, again[0] if again else "one", samples="abcd")
+    def run_one(
+        job: Launch, folder: Path, logs: Path, settings: watching.ProofSettings, name: str, own: object
+    ) -> None:
+        _write(folder, name, samples="abcd")
 
     def run(job: Launch) -> int:
         for rank in (0, 1):
