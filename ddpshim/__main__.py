@@ -181,7 +181,7 @@ def _add_check(commands: Commands) -> None:
         description="Run a few steps of a trainer in one process and on several ranks, compare batches, losses and "
         "weights, and print yes, or the first difference (`python -m ddpshim docs check`). The trainer's output "
         "goes to ddpshim-logs, and new files that it makes are removed. Exit code: 0 the same, 1 different or wrong, "
-        "2 nothing could be compared.",
+        "2 unknown, or nothing could be compared.",
     )
     text = "repeat a part of a certified run (`run --certify FILE`), and compare its bits; --nproc 1 will do"
     check.add_argument("--certificate", type=Path, metavar="FILE", help=text)
