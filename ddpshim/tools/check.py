@@ -61,11 +61,11 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None, 
             proof = judge(folder, settings.num_ranks)
             if proof.parting is not None and all(num_steps):
                 new_files.remove(folder)
-                enough = replace(settings, steps=proof.parting.step)
-                (folder / watching.SETTINGS).write_text(json.dumps(asdict(enough)))
+                is_number = proof.parting.what in NUMBERS
+                own = replace(settings, is_nudged=is_number, steps=settings.steps if is_number else proof.parting.step)
+                (folder / watching.SETTINGS).write_text(json.dumps(asdict(own)))
                 with contextlib.suppress(LaunchError):  # then nothing is known of it
-                    rounding = _ROUNDED_OTHERWISE if proof.parting.what in NUMBERS else {}
-                    _run_one(alone or job, folder, logs, settings, AGAIN, rounding)
+                    _run_one(alone or job, folder, logs, settings, AGAIN, _ROUNDED_OTHERWISE if is_number else {})
                     proof = judge(folder, settings.num_ranks)
         finally:
             for sentence in new_files.remove(folder):

@@ -91,7 +91,8 @@ _SAID = (
     "actions: ci continuous integration; bits: deterministic; certificate: prove proof paper reviewer; ctrl-c: cancel "
     "zombie interrupt kill; debugger: pdb; faster: slow slower speed speedup utilization utilisation nvidia-smi; "
     "frozen: freeze; gradient: grad; memory: oom; hang: stuck deadlock timeout time-out; learning-rate: lr; "
-    "sharding: fsdp; signals: nohup tmux ssh disconnect sighup; undo: remove unpatch; right: correct; versions: old older upgrade; which: choose select pick"
+    "signals: nohup tmux ssh disconnect sighup; sharding: fsdp; undo: remove "
+    "unpatch; right: correct; versions: old older upgrade; which: choose select pick"
 )
 _MEANS = {said: word for word, _, each in (one.partition(": ") for one in _SAID.split("; ")) for said in each.split()}
 _UNSAID = "a an and are be can do does for get how i in is it low me my no not of on or several the to too use what why"

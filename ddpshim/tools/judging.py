@@ -69,6 +69,7 @@ _OWN_DRAWS = (
 _OWN_NOISE = "random numbers (per rank, as under any DistributedDataParallel)"
 _IN_FLOAT64 = "float64 compares further: torch.set_default_dtype(torch.float64)"
 _FEWEST = 2  # steps of which "yes" is said
+_MOST = 0.5
 _Found = Optional[tuple[str, str, str, str, str]]  # of a Parting all but the step
 # How often each sample, or index, is in the batches of a step: of one process, of all ranks together, of each rank.
 _Drawn = tuple[Counter[str], Counter[str], list[Counter[str]]]
@@ -157,12 +158,12 @@ def judge(folder: Path, num_ranks: int) -> Proof:
     compared = _Comparison(one, ranks)
     parting, again, notes = compared.first(), RunRecords(folder, AGAIN), [*_notes(compared)]
     if parting is not None and again.num_steps:
-        parting = _of_one_process(one, again, ranks, parting)
-        if parting.what == _ROUNDING and parting.step > _FEWEST and not compared.by_design:
-            num_steps, parting = parting.step - 1, None
+        found, (parting, num_equal) = parting, _of_one_process(one, again, ranks, parting)
+        if parting is None:
+            num_steps = min(num_steps, num_equal)
             notes.append(
-                f"from step {num_steps + 1} on another run in one process, which is rounded otherwise, is as far from "
-                f"the first one: {_IN_FLOAT64}"
+                f"step {found.step}: {found.found}; another run in one process, which is rounded otherwise, is as far "
+                f"from the first one. {_IN_FLOAT64}"
             )
     parting = parting or _equal_noise(ranks, _OWN_DRAWS in compared.by_design)
     by_design = compared.by_design if parting is None else []
@@ -211,26 +212,34 @@ def _equal_noise(ranks: Sequence[RunRecords], for_samples: bool) -> Optional[Par
     return None
 
 
-def _of_one_process(one: RunRecords, again: RunRecords, ranks: Sequence[RunRecords], found: Parting) -> Parting:
-    """Return `found`; if another run in one process differs from the first one as much, a Parting that says so."""
+def _of_one_process(
+    one: RunRecords, again: RunRecords, ranks: Sequence[RunRecords], found: Parting
+) -> tuple[Optional[Parting], int]:
+    """Return what two runs in one process do not explain, and the number of steps that can be compared; else why not.
+
+    None if they explain all that differs in these steps, `found` above all.
+    """
     compared = _Comparison(one, [again])
     compared.by_design = []  # its random numbers are those of the first one
     if found.what in NUMBERS:
-        left = _Comparison(one, ranks, compared.measured()).first()
-        if left is not None and left.step == found.step:
-            return left
+        sizes, num_steps = compared.measured()
+        left = _Comparison(one, ranks, sizes).first()
+        if left is not None and (left.what not in NUMBERS or left.step <= max(num_steps, found.step)):
+            return left, 0
+        if num_steps >= _FEWEST:
+            return None, num_steps
         where = " of ".join(filter(None, (found.what, found.where)))
         meaning = f"another run in one process, which is rounded otherwise, is as far from the first one. {_IN_FLOAT64}"
-        return replace(found, what=_ROUNDING, where=where, meaning=meaning)
+        return replace(found, what=_ROUNDING, where=where, meaning=meaning), 0
     own = compared.first()
     if own is None or own.what != found.what or own.step > found.step:
-        return found
+        return found, 0
     said = f"another run in one process differs, too: {found.what} in step {own.step}"
     meaning = (
         "call torch.manual_seed, random.seed and numpy.random.seed first. If it does: the program depends on time, "
         "on the order of a set, or on what it finds"
     )
-    return replace(found, what=_SEED, where="", found=said, meaning=meaning)
+    return replace(found, what=_SEED, where="", found=said, meaning=meaning), 0
 
 
 class _Comparison:
@@ -262,14 +271,18 @@ class _Comparison:
                     return Parting(step + 1, *found)
         return None
 
-    def measured(self) -> dict[Any, float]:
-        """Return how far numbers are apart."""
+    def measured(self) -> tuple[dict[Any, float], int]:
+        """Return how far numbers are apart, and the number of steps before most gradients are so by rounding."""
         self._is_measuring = True
-        for step in range(min(run.num_steps for run in (self.one, *self.ranks))):
+        num_steps = min(run.num_steps for run in (self.one, *self.ranks))
+        for step in range(num_steps):
             self._step = step
             for look in (self._losses, self._gradients, self._weights, self._networks):
                 look(step)
-        return self._sizes
+            apart = [size for (t, key), size in self._sizes.items() if (t, key[0]) == (step, "gradients")]
+            if sum(size > _GRADIENT * _AS_MUCH for size in apart) > _MOST * len(apart):
+                return self._sizes, step
+        return self._sizes, num_steps
 
     def _pairs(self, kind: str, step: int) -> Iterator[tuple[Record, list[Record]]]:
         """Yield each record of the one process in a step, with each rank's of the same optimizer, if all have one."""

@@ -46,7 +46,7 @@ from ddpshim.trainers.unedited.program import run_as_main
 
 SETTINGS = "settings.json"
 ONE = "one"  # name of the run in one process; the ranks' runs are "rank_0", "rank_1", ...
-AGAIN = "again"  # of another run in one process, in which the results of modules differ in the last bit
+AGAIN = "again"  # of another run in one process
 NUM_SIGNS = 8
 _MAX_BATCHES = 1000
 _UNKNOWN = ("loader", "is_share", "shuffles", "num_batches", "num_samples")
@@ -60,6 +60,7 @@ class ProofSettings:
     steps: int = 20  # the process ends when any optimizer has made this many
     num_ranks: int = 2
     timeout_s: float = 300.0
+    is_nudged: bool = False  # results of modules differ in the last bit
 
 
 class StepRecorder:
@@ -164,9 +165,9 @@ class RankRecorder(StepRecorder):
             before_step=self._before_step,
             after_step=self._after_step,
         )
-        if self._run == AGAIN:
+        if self._settings.is_nudged:
             self._undo.callback(torch.nn.modules.module.register_module_forward_hook(_nudged).remove)
-        elif self._run != ONE:  # for the others `check` itself waits
+        if self._run not in (ONE, AGAIN):  # for the others `check` itself waits
             limit = threading.Timer(self._settings.timeout_s, self._give_up)
             limit.daemon = True
             limit.start()
@@ -328,8 +329,11 @@ def _tensors(batch: Any) -> Iterator[Any]:
 
 
 def _nudged(module: torch.nn.Module, args: Any, result: Any) -> Any:
-    """Return the result of a module, each number with the last bit changed, up or down."""
-    if not (isinstance(result, torch.Tensor) and result.is_floating_point() and result.layout == torch.strided):
+    """Return the result of a module, each number with the last bit changed, up or down. Not what is no result of
+    training, and not whole numbers, which the program may round."""
+    if not (isinstance(result, torch.Tensor) and result.requires_grad and result.is_floating_point()):
+        return result
+    if result.layout != torch.strided or bool((result == result.round()).all()):
         return result
     up = (_signs(result.numel()) & 1 > 0).reshape(result.shape).to(result.device)
     return result * (1 + torch.finfo(result.dtype).eps * torch.where(up, 1, -1).to(result.dtype))
