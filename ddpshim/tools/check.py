@@ -47,13 +47,15 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None, 
     if own_ddp:
         os.environ[variables.UNEDITED] = "off"
     runner.check(job, os.environ)
+    # Not that of ranks, so that what depends on the order of sets differs; and in both runs in one process the same.
+    order = {"PYTHONHASHSEED": "1"} if os.environ.get("PYTHONHASHSEED", "random") == "random" else {}
     logs = make_log_dir(job)
     with tempfile.TemporaryDirectory(prefix="ddpshim-check-") as name:
         folder = Path(name)
         (folder / watching.SETTINGS).write_text(json.dumps(asdict(settings)))
         say(f"runs of {settings.steps} steps; their output goes to {logs}, and files that they make are removed")
         try:
-            _run_one(alone or job, folder, logs, settings, ONE, {})
+            _run_one(alone or job, folder, logs, settings, ONE, order)
             new_files.remove(folder)  # the ranks must not find the checkpoints of this one
             say(f"run 2: the same program on {settings.num_ranks} ranks")
             code = run(replace(job, proof=name, nproc=str(settings.num_ranks), log_dir=str(logs)))
@@ -65,7 +67,8 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None, 
                 own = replace(settings, is_nudged=is_number, steps=settings.steps if is_number else proof.parting.step)
                 (folder / watching.SETTINGS).write_text(json.dumps(asdict(own)))
                 with contextlib.suppress(LaunchError):  # then nothing is known of it
-                    _run_one(alone or job, folder, logs, settings, AGAIN, _ROUNDED_OTHERWISE if is_number else {})
+                    order.update(_ROUNDED_OTHERWISE if is_number else {})
+                    _run_one(alone or job, folder, logs, settings, AGAIN, order)
                     proof = judge(folder, settings.num_ranks)
         finally:
             for sentence in new_files.remove(folder):
@@ -97,7 +100,8 @@ def _run_one(job: Launch, folder: Path, logs: Path, settings: ProofSettings, nam
     no_step = "neither plainly nor as a single rank"
     if Options.read().draws == "sample":
         how, no_step = "one rank of `run`, since the plain program does not draw by sample", "as one rank of `run`"
-        ways = [(how, {"PYTHONHASHSEED": "0", **plain, **place}, ["-m", "ddpshim.launch.rank"])]  # as `run` does
+        order = {"PYTHONHASHSEED": "0"} if "PYTHONHASHSEED" in own else {}  # as `run` does
+        ways = [(how, {**plain, **place, **order}, ["-m", "ddpshim.launch.rank"])]
     elif os.environ.get(variables.UNEDITED) == "off":
         ways.reverse()
     log, which = logs / f"{name}.log", "run 1" if name == ONE else "run 3, since they differ"
