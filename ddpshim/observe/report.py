@@ -66,14 +66,17 @@ class Run:
     @functools.cached_property
     def curves(self) -> dict[str, Curve]:
         """The run's numbers by name and epoch: the means over ranks, and those of episodes."""
-        curves: dict[str, Curve] = {}
+        found: dict[tuple[str, int], list[float]] = {}
         for phase in ("training", "validation"):
             for epoch, passes in self.passes(phase).items():
-                for name, value in _means(passes).items():
-                    curves.setdefault(f"{phase}/{name}", {})[epoch] = value
+                for name, value in (own for record in passes.values() for own in (record.get("own") or {}).items()):
+                    found.setdefault((f"{phase}/{name}", epoch), []).append(value)
         for (epoch, where), record in self.evaluations.items():
             for name, value in (record.get("metrics") or {}).items():
-                curves.setdefault(f"rollout/{where}/{name}", {})[epoch] = value
+                found[f"rollout/{where}/{name}", epoch] = [value]
+        curves: dict[str, Curve] = {}
+        for (name, epoch), values in found.items():
+            curves.setdefault(name, {})[epoch] = sum(values) / len(values)
         return curves
 
     def losses(self, phase: str) -> Curve:
@@ -126,15 +129,6 @@ def find(folder: Path) -> Run:
                 current = starts.setdefault(record.get("start") or 0, {}).setdefault(rank, [])
             current.append(record)
     return Run(next(iter(found), folder), [starts[number] for number in sorted(starts)], num_torn)
-
-
-def _means(passes: Mapping[int, Record]) -> dict[str, float]:
-    """Return the means of the ranks' numbers."""
-    found: dict[str, list[float]] = {}
-    for record in passes.values():
-        for name, value in (record.get("own") or {}).items():
-            found.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def verdict(run: Run) -> str:
