@@ -9,37 +9,29 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 _NUM_SAMPLES, _BATCH_SIZE, _NUM_EPOCHS = 64, 26, 3
 
 
-class Images(Dataset[Any]):
-    """Images (3, 8, 8) with a number; with `noise`, each read draws some."""
+class Noisy(TensorDataset):
+    """Images (3, 8, 8), each with its sum; reading one draws noise."""
 
-    def __init__(self, noise: float = 0.0) -> None:
-        drawn = torch.Generator().manual_seed(0)
-        self.images = torch.randn(_NUM_SAMPLES, 3, 8, 8, dtype=torch.float64, generator=drawn)
-        self.noise = noise
-
-    def __len__(self) -> int:
-        return _NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        image = self.images[index]
-        return image + self.noise * torch.randn(image.shape, dtype=image.dtype), image.sum()
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        images, numbers = self.tensors
+        return images[index] + 0.1 * torch.randn(images.shape[1:], dtype=images.dtype), numbers[index]
 
 
-def _train(net: nn.Module, num_workers: int = 0, noise: float = 0.0) -> dict[str, list[float]]:
+def _train(net: nn.Module, num_workers: int = 0) -> dict[str, list[float]]:
     net = net.to(DEVICE, torch.float64)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     losses = []
-    loader = DataLoader(Images(noise), _BATCH_SIZE, shuffle=True, num_workers=num_workers)
+    drawn = torch.randn(_NUM_SAMPLES, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(Noisy(drawn, drawn.sum((1, 2, 3))), _BATCH_SIZE, shuffle=True, num_workers=num_workers)
     for _ in range(_NUM_EPOCHS):
         for images, numbers in loader:
             images, numbers = images.to(DEVICE), numbers.to(DEVICE)
@@ -61,7 +53,7 @@ def main(file: Path) -> None:
     found = {
         "dropout": _train(nn.Sequential(*mlp)),
         "BatchNorm": _train(nn.Sequential(*conv)),
-        "data workers": _train(nn.Sequential(nn.Flatten(), nn.Linear(192, 1)), num_workers=2, noise=0.1),
+        "data workers": _train(nn.Sequential(nn.Flatten(), nn.Linear(192, 1)), num_workers=2),
     }
     file.write_text(json.dumps(found))
 
