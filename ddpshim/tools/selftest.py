@@ -64,7 +64,15 @@ def selftest(nproc: Optional[int] = None, gpu: bool = False, timeout_s: float = 
     `nproc`: the number of ranks (None: that of the GPUs, from 2 to 8); `timeout_s`: of each job. Raises LaunchError
     before anything starts if there would be one rank, or with `gpu` on a machine without GPUs.
     """
-    num_gpus = _number_of_gpus(gpu)
+    import torch
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpu and not num_gpus:
+        raise LaunchError(
+            f"torch {torch.__version__} sees no GPU, so there is nothing to test. Run this on a machine with GPUs and "
+            "a torch that is built for their driver; CUDA_VISIBLE_DEVICES may hide them. Without --gpu, the CPU is "
+            "tested."
+        )
     nproc = nproc or min(max(num_gpus, 2), _MOST_RANKS)
     if nproc < 2:
         raise LaunchError("--nproc 1: one rank has nobody to add with, so there is nothing to test. Give at least 2.")
@@ -143,19 +151,6 @@ def compared(name: str, found: Mapping[str, Any], expected: Mapping[str, Any], s
     is_good = all(value <= _LIMIT for value in largest.values())
     more = f", at most {_LIMIT:.0e} expected: ranks would train another model. Report this with all that it printed"
     return Result(name, is_good, seconds, f"{detail} of the largest{'' if is_good else more}")
-
-
-def _number_of_gpus(is_required: bool) -> int:
-    import torch
-
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if is_required and not num_gpus:
-        raise LaunchError(
-            f"torch {torch.__version__} sees no GPU, so there is nothing to test. Run this on a machine with GPUs and "
-            "a torch that is built for their driver; CUDA_VISIBLE_DEVICES may hide them. Without --gpu, the CPU is "
-            "tested."
-        )
-    return num_gpus
 
 
 def check_ranks(file: Path) -> None:
