@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import pytest
 
@@ -17,24 +17,19 @@ def same_experiment(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPa
     """Return a function that fails unless a program is the same experiment on ranks as in one process.
 
     `same_experiment("train.py", "--epochs", "1", nproc=2)`: the program, or "-m" and a module, and its arguments. It
-    runs in the current folder if it is there, else in pytest's rootdir. `steps`, `one`, `timeout` and `own_ddp`
-    are options of `python -m ddpshim check`.
+    runs in the current folder if it is there, else in pytest's rootdir. `nproc`, `steps`, `one`, `timeout` and
+    `own_ddp` are options of `python -m ddpshim check`, whose defaults they have.
     """
 
-    def same_experiment(
-        program: str,
-        *arguments: str,
-        nproc: int = 2,
-        steps: int = 20,
-        one: Optional[str] = None,
-        timeout: int = 300,
-        own_ddp: bool = False,
-    ) -> None:
+    def same_experiment(program: str, *arguments: str, **options: Any) -> None:
         __tracebackhide__ = True
         logs = tmp_path_factory.mktemp("same_experiment")
-        options: dict[str, Any] = {"nproc": nproc, "steps": steps, "timeout": timeout, "log-dir": logs}
-        command = [sys.executable, "-m", "ddpshim", "check", *(f"--{name}={value}" for name, value in options.items())]
-        command += [*([] if one is None else [f"--one={one}"]), *["--own-ddp"] * own_ddp]
+        command = [sys.executable, "-m", "ddpshim", "check", f"--log-dir={logs}"]
+        for name, value in {"nproc": 2, **options}.items():  # given, as the program may have an argument of this name
+            if isinstance(value, bool):
+                command += [f"--{name}"] * value
+            elif value is not None:
+                command.append(f"--{name}={value}")
         file = Path(arguments[0].partition(".")[0] if program == "-m" else program)
         is_here = file.exists() or file.with_suffix(".py").exists()
         paths = [*map(str, pytestconfig.getini("pythonpath")), os.environ.get("PYTHONPATH", "")]

@@ -56,7 +56,10 @@ def test_unwrapped(same_experiment):
     same_experiment("train.py", "unwrapped", steps=2, own_ddp=True)
 
 def test_absent(same_experiment):
-    same_experiment("trian.py")
+    same_experiment("trian.py", one=None)
+
+def test_misspelled(same_experiment):
+    same_experiment("train.py", "plain", nprocs=2)
 """,
     "tests/test_other.py": """
 import sys
@@ -94,19 +97,16 @@ def test_a_foreign_repository(tmp_path: Path) -> None:
     """Programs are found from its tests/ too; an answer other than yes fails with its words, and so does no answer."""
     environ, folder = _make_project(tmp_path), tmp_path / "tests"
     _, said = start_afresh(["-c", PYTEST, "test_ddp.py", "-v", "--basetemp=made"], environ, folder, 120)
+    failed = [("absent", "FAILED"), ("misspelled", "FAILED")]
     outcomes = re.findall(r"::test_(\w+) (\w+)", said.partition("= FAILURES =")[0])
-    assert outcomes == [("unmodified", "PASSED"), ("port", "PASSED"), ("unwrapped", "FAILED"), ("absent", "FAILED")], (
-        said
-    )
+    assert outcomes == [("unmodified", "PASSED"), ("port", "PASSED"), ("unwrapped", "FAILED"), *failed], said
     assert "\nthe same experiment: no\n  differs first in step 1: gradients of weight, bias, train.py:" in said
     assert "\n  usually: they are not reduced: the network is not wrapped" in said
     (page,) = {*re.findall(r"^page:  (.*)$", said, re.M)}  # also in pytest's summary, if CI is set
-    assert (
-        Path(page)
-        .read_text()
-        .startswith("# The same experiment: no\n\n```\n$ python -m ddpshim check --nproc=2 --steps=2 ")
-    )
+    command = f"python -m ddpshim check --log-dir={Path(page).parent} --nproc=2 --steps=2 --own_ddp "
+    assert Path(page).read_text().startswith(f"# The same experiment: no\n\n```\n$ {command}")
     assert f"trian.py does not exist (in {tmp_path}): no rank could start it" in said
+    assert "error: unrecognized arguments: --nprocs=2; did you mean --nproc?" in said
     assert "pytest_plugin.py:" not in said, "no line of ddpshim stands in the traceback"
 
 
