@@ -76,16 +76,17 @@ class NewFiles:
 
 def remove(folder: Path) -> list[str]:
     """Remove what the runs that were recorded in `folder` made, and return sentences about what is left. Local."""
-    made, changed, copies = _found(folder)
-    restored = [path for path in changed if path in copies]
+    before = _before(folder)
+    made = [path for path, record in before.items() if record is None]
+    changed = {path: record["copy"] for path, record in before.items() if record and _state(path) != record["state"]}
+    restored = [path for path, copy in changed.items() if copy]
     for path in restored:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         partial = f"{path}.restored-{os.getpid()}"
-        shutil.copy2(copies[path], partial)
+        shutil.copy2(changed.pop(path), partial)
         os.replace(partial, path)  # what is there now may be a link to another file
-    changed = [path for path in changed if path not in copies]
     if changed:
-        changes = f"{changed[0]}{f' and {len(changed) - 1} more' if changed[1:] else ''}"
+        changes = f"{next(iter(changed))}{f' and {len(changed) - 1} more' if len(changed) > 1 else ''}"
         tops = _tops(made)
         return [
             f"the trainer changed {changes}, which existed before. Nothing was removed: what the runs made may be the "
@@ -108,27 +109,23 @@ def remove(folder: Path) -> list[str]:
     ]
 
 
-def _found(folder: Path) -> tuple[list[str], list[str], dict[str, str]]:
-    """Return the paths that the runs made, those that existed before and have changed, and copies of those."""
-    path, copies = folder / RECORDS, dict[str, str]()
-    before: dict[str, Any] = {}  # None for a path that did not exist
+def _before(folder: Path) -> dict[str, Any]:
+    """Return the first record of each path that the runs made or may have changed; None if they made it."""
+    path = folder / RECORDS
+    before: dict[str, Any] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         record = json.loads(line)
         place = without_links(record["path"].rstrip("/"), follows=False)
         if record["state"] is not None:
-            if place not in before and record["copy"]:
-                copies[place] = record["copy"]
-            before.setdefault(place, None if _is_in(place, before) else record["state"])
+            before.setdefault(place, None if _is_in(place, before) else record)
         if record["moved"]:  # what is in a moved folder is now below its new name
             source = without_links(record["moved"].rstrip("/"), follows=False)
             for known in [known for known in before if f"{known}/".startswith(f"{source}/")]:
-                if before[known] is None or known in copies:
+                if before[known] is None or before[known]["copy"]:
                     before.setdefault(place + known[len(source) :], None)
         elif record["state"] is None:
             before.setdefault(place, None)
-    made = [place for place, state in before.items() if state is None]
-    changed = [place for place, state in before.items() if state is not None and _state(place) != state]
-    return made, changed, copies
+    return before
 
 
 def _tops(paths: Sequence[str]) -> list[str]:
