@@ -235,8 +235,7 @@ def _check_certificate(arguments: argparse.Namespace) -> int:
     if isinstance(arguments.steps, int):
         arguments.error("argument --steps: with --certificate give the first and the last one, as A:B")
     num_ranks = arguments.nproc or 1
-    job = _launch(arguments) if arguments.program else None
-    verdict = verify(arguments.certificate, job, arguments.steps, num_ranks, arguments.log_dir)
+    verdict = verify(arguments.certificate, _launch(arguments), arguments.steps, num_ranks)
     print(_as_json(verdict) if arguments.json else as_text(verdict, num_ranks))
     return 0 if verdict.is_verified else 1
 
@@ -303,7 +302,8 @@ def _launch(arguments: argparse.Namespace) -> Launch:
                 "both."
             )
         given["nproc"] = arguments.nproc = arguments.default_nproc
-    return Launch([*["-m"] * arguments.is_module, arguments.program, *arguments.arguments], **given)
+    command = [*["-m"] * arguments.is_module, arguments.program, *arguments.arguments] if arguments.program else []
+    return Launch(command, **given)
 
 
 def _add_slurm(commands: Commands) -> None:

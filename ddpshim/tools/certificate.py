@@ -124,17 +124,11 @@ def certify(path: Path, every: int, job: Launch) -> int:
         return run(job)
 
 
-def verify(
-    path: Path,
-    job: Optional[Launch],
-    steps: Optional[tuple[int, int]],
-    num_ranks: int,
-    log_dir: Optional[str] = None,
-) -> Repetition:
+def verify(path: Path, job: Launch, steps: Optional[tuple[int, int]], num_ranks: int) -> Repetition:
     """Repeat the steps A to B of a certificate, rounded outwards to its marks (default: the last
     ones), and compare.
 
-    `job`: the program to run (default: the certificate's).
+    `job`: what to run; without a program, the certificate's.
 
     Raises CertificateError if the file is no certificate, was edited, or has no such steps; LaunchError if the program
     cannot run.
@@ -149,7 +143,7 @@ def verify(
     first, last = _stretch(found["marks"], steps)
     # Not from `first` itself: whether its checkpoint holds what its mark says shows only in a run that passes it.
     start = max((step for step in saved if step < first), default=0)
-    job = job or Launch(found["program"], log_dir=log_dir)
+    job = replace(job, command=job.command or found["program"])
     odd, of_machine = [*_other_facts(found, job.command)], [*_other_machine(found["facts"]["environment"])]
     for text in (*odd, *of_machine):
         say(text)
