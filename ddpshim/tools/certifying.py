@@ -41,8 +41,7 @@ class Certifier(StepRecorder):
         every: int = self._document["every"]
         # The steps of marks; those of a repetition are given.
         self._at: Container[int] = set(chosen["at"]) or range(every, sys.maxsize, every)
-        self._num_steps, self._has_begun = 0, False
-        self._marked = 0  # the step of the last mark
+        self._num_steps = 0
         self._losses: list[list[Any]] = [[]]  # of each step since the last mark, and of the one that is not made yet
         self._stepped: dict[int, Any] = {}  # optimizers, since the last mark, in the order of their first steps
         self._num_new = 0  # marks that the file does not have
@@ -62,7 +61,7 @@ class Certifier(StepRecorder):
             self._losses[-1] += [plain(loss).detach().clone() for loss in losses_of(tensors)]
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._has_begun:
+        if not self._num_steps:
             self._begin()
         self._stepped.setdefault(id(optimizer), optimizer)
         self._num_steps += 1
@@ -98,8 +97,7 @@ class Certifier(StepRecorder):
                 )
             # In this thread: threads of torch are counted by thread.
             self._document["facts"]["environment"] = certificate.environment(here.device)
-        self._num_steps = self._marked = here.gather(first)[0]
-        self._has_begun = True
+        self._num_steps = here.gather(first)[0]
 
     def _continue(self, restored: Path) -> int:
         """Continue the certificate of the start that saved the file `restored`; return its step. Local."""
@@ -130,7 +128,7 @@ class Certifier(StepRecorder):
     def _mark(self) -> None:
         """Record the state after this step, on the main rank. Local."""
         here, (*steps, not_made) = world(), self._losses
-        self._losses, self._marked = [not_made], self._num_steps
+        self._losses = [not_made]
         if not here.is_main:
             return
         # All ranks have the same. Sorted: then the bits of a sum do not depend on the order.
@@ -145,7 +143,7 @@ class Certifier(StepRecorder):
 
     def _mark_between(self, is_due: bool) -> None:
         """Record the state between two steps, where a file is saved or the program ends, unless it is there. Local."""
-        if is_due and self._num_steps != self._marked:
+        if is_due and len(self._losses) > 1:
             self._mark()
 
     def _wait(self) -> None:
@@ -204,7 +202,8 @@ class Certifier(StepRecorder):
             self._see_facts()
         self._write(is_complete)
         if self._last is None:
-            say(f"{self._path} certifies {self._marked} steps; check it with `check --certificate`")
+            last = self._document["marks"][-1]["step"]
+            say(f"{self._path} certifies {last} steps; check it with `check --certificate`")
 
 
 def _link(written: Path, kept: Path) -> None:
