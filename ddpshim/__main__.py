@@ -333,9 +333,9 @@ def _slurm(arguments: argparse.Namespace) -> int:
     from ddpshim.launch.runner import problems_of_program
     from ddpshim.launch.slurm import batch_script
 
-    job, names = _launch(arguments), ("nodes", "gpus_per_node", "nproc_per_node", "cpus_per_rank", "time", "launcher")
-    print(batch_script(job.command, **{name: getattr(arguments, name) for name in names}), end="", flush=True)
-    for problem in problems_of_program(job.command):
+    program = _launch(arguments).command
+    print(batch_script(program, arguments), end="", flush=True)
+    for problem in problems_of_program(program):
         say(
             f"{problem} (The script was printed anyway: the job may run on another machine. A relative path is "
             "relative to the folder in which you call sbatch.)"

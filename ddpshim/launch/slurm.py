@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from collections.abc import Sequence
-from typing import Optional
 
 from ddpshim.errors import LaunchError
 from ddpshim.process.launch_env import EXIT_REQUEUE
 
 
-def batch_script(
-    program: Sequence[str],
-    *,
-    nodes: int = 1,
-    gpus_per_node: int = 1,
-    nproc_per_node: Optional[int] = None,
-    cpus_per_rank: Optional[int] = None,
-    time: Optional[str] = None,
-    launcher: str = "torchrun",
-) -> str:
-    """Return the text of an sbatch script. Local. None: one rank for each GPU; one core for each rank of a task that
-    starts several, else the site's default.
+def batch_script(program: Sequence[str], asked: argparse.Namespace) -> str:
+    """Return the text of an sbatch script for a file or -m and a module, with its arguments. Local.
+
+    `asked`: the options of `ddpshim slurm`. None: one rank for each GPU; one core for each rank of a task that starts
+    several, else the site's default.
 
     The ranks, not the batch shell, get SIGUSR1 two minutes before the limit and SIGTERM at preemption; if they exit
     with 75 the job is requeued. Raises LaunchError if no rank would be started.
-
-    Args:
-        program: a file or -m and a module, with its arguments.
-        time: the limit, as sbatch takes it.
-        launcher: torchrun; or srun, for programs that import ddpshim or are patched by it.
     """
-    ranks = nproc_per_node or gpus_per_node
+    ranks = asked.nproc_per_node or asked.gpus_per_node
     if not ranks:
         raise LaunchError(
             "--gpus-per-node=0 without --nproc-per-node: no rank would be started. Give the number of ranks per node."
         )
-    by_torchrun = launcher == "torchrun"
+    by_torchrun = asked.launcher == "torchrun"
     tasks = 1 if by_torchrun else ranks
-    cores = (cpus_per_rank or int(ranks > tasks)) * ranks // tasks  # 0: what the site gives to a task
+    cores = (asked.cpus_per_rank or int(ranks > tasks)) * ranks // tasks  # 0: what the site gives to a task
     directives = {
-        "nodes": nodes,
+        "nodes": asked.nodes,
         "ntasks-per-node": tasks,
-        "gpus-per-node": gpus_per_node or None,
+        "gpus-per-node": asked.gpus_per_node or None,
         "cpus-per-task": cores or None,
-        "time": time,
+        "time": asked.time,
     }
     # srun takes the cores of a task from its own option only (SLURM 22.05 and later).
     srun = ["srun", "--kill-on-bad-exit=0", "--wait=60", *([f"--cpus-per-task={cores}"] if cores else [])]

@@ -137,9 +137,15 @@ def check_shell(script: Path) -> None:
             assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
 
 
+def script_of(*program: str, **options: Any) -> str:
+    """What `ddpshim slurm` prints."""
+    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    return batch_script(program, command_line._parser().parse_args(["slurm", *given, *program]))
+
+
 def cpu_job(*program: str, **settings: Any) -> str:
     given = {"nodes": 2, "gpus_per_node": 0, "nproc_per_node": 1, "time": "10", "launcher": "srun", **settings}
-    return batch_script(program, **given)  # type: ignore[arg-type]
+    return script_of(*program, **given)
 
 
 def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,8 +173,8 @@ def test_under_torchrun_what_the_site_decides_is_left_out(tmp_path: Path, capsys
     asked = ["nodes", "ntasks-per-node", "gpus-per-node"]
     assert (said, names) == ("", ["job-name", *asked, "output", "open-mode", "signal", "requeue"])
     assert "\n# Each rank's output goes to ddpshim-logs/TIME-PID/rank_N.log" in script
-    assert "\n#SBATCH --cpus-per-task=4\n" in batch_script(["train.py"], gpus_per_node=4)  # or four ranks get one core
-    script = batch_script(["train.py", "-x"], gpus_per_node=4, cpus_per_rank=8)
+    assert "\n#SBATCH --cpus-per-task=4\n" in script_of("train.py", gpus_per_node=4)  # or four ranks get one core
+    script = script_of("train.py", "-x", gpus_per_node=4, cpus_per_rank=8)
     assert "\n#SBATCH --ntasks-per-node=1\n" in script
     assert "\n#SBATCH --cpus-per-task=32\n" in script
     command = "srun --kill-on-bad-exit=0 --wait=60 --cpus-per-task=32 python -m ddpshim run --nproc=4 train.py -x"
