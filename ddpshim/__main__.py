@@ -205,6 +205,8 @@ def _check(arguments: argparse.Namespace) -> int:
     from ddpshim.tools.check import as_text, check
     from ddpshim.tools.watching import ProofSettings
 
+    if arguments.steps is not None and isinstance(arguments.steps, int) is (arguments.certificate is not None):
+        arguments.error("argument --steps: give how many to compare; with --certificate the first and the last, as A:B")
     if arguments.certificate is not None:
         return _check_certificate(arguments)
     if arguments.program is None:
@@ -214,8 +216,6 @@ def _check(arguments: argparse.Namespace) -> int:
         arguments.error(
             "argument --nproc/--nproc-per-node: must be at least 2: one rank has nothing to be compared with"
         )
-    if isinstance(arguments.steps, tuple):
-        arguments.error("argument --steps: A:B is for --certificate; give the number of steps to compare")
     if arguments.one:
         try:
             words = shlex.split(arguments.one)
@@ -232,8 +232,6 @@ def _check(arguments: argparse.Namespace) -> int:
 def _check_certificate(arguments: argparse.Namespace) -> int:
     from ddpshim.tools.certificate import as_text, verify
 
-    if isinstance(arguments.steps, int):
-        arguments.error("argument --steps: with --certificate give the first and the last one, as A:B")
     num_ranks = arguments.nproc or 1
     verdict = verify(arguments.certificate, _launch(arguments), arguments.steps, num_ranks)
     print(_as_json(verdict) if arguments.json else as_text(verdict, num_ranks))
