@@ -104,11 +104,10 @@ def certify(path: Path, every: int, job: Launch) -> int:
         )
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise CertificateError(f"{path.parent} is not a folder that can be written to; nothing was started. Make it.")
-    seed = secrets.randbits(31)
-    if found is not None:  # this start may continue it
-        every, seed = found["every"], found["seed"]
-        os.environ[_EXACT] = str(found["exact"])
-    if not os.environ.get(_EXACT):
+    # This start may continue the one that was found.
+    own = found or {"every": every, "seed": secrets.randbits(31), "exact": os.environ.get(_EXACT, "")}
+    os.environ[_EXACT] = str(own["exact"])
+    if not os.environ[_EXACT]:
         if not job.nproc.isdigit():
             raise CertificateError(
                 f"--certify with --nproc {job.nproc}: the number of virtual ranks would follow the machine, and others "
@@ -118,9 +117,9 @@ def certify(path: Path, every: int, job: Launch) -> int:
         os.environ[_EXACT] = str(int(job.nproc) * (job.nnodes or 1))
         say(f"--certify sets {_EXACT}={os.environ[_EXACT]}: numbers are rounded in another order than without it")
     os.environ.setdefault(_CAPTURE, "force")
-    os.environ.setdefault(_SAVE_EVERY, str(_MARKS_OF_A_STRETCH * every))
+    os.environ.setdefault(_SAVE_EVERY, str(_MARKS_OF_A_STRETCH * own["every"]))
     with tempfile.TemporaryDirectory(prefix="ddpshim-certify-") as name:
-        _set_up(Path(name), path, {"program": job.command, "every": every, "seed": seed})
+        _set_up(Path(name), path, {"program": job.command, "every": own["every"], "seed": own["seed"]})
         return run(job)
 
 
@@ -142,7 +141,7 @@ def verify(path: Path, job: Launch, steps: Optional[tuple[int, int]], num_ranks:
     saved = _checkpoints(found, path)
     first, last = _stretch(found["marks"], steps)
     # Not from `first` itself: whether its checkpoint holds what its mark says shows only in a run that passes it.
-    start = max((step for step in saved if step < first), default=0)
+    saved = {step: file for step, file in saved.items() if step < first}
     job = replace(job, command=job.command or found["program"])
     odd, of_machine = [*_other_facts(found, job.command)], [*_other_machine(found["facts"]["environment"])]
     for text in (*odd, *of_machine):
@@ -151,7 +150,7 @@ def verify(path: Path, job: Launch, steps: Optional[tuple[int, int]], num_ranks:
         say(f"so bits cannot agree here: losses are compared up to {_CLOSE:g} of their size, and hashes are not")
     with tempfile.TemporaryDirectory(prefix="ddpshim-check-") as name:
         job = replace(job, nproc=str(num_ranks), proof=name, log_dir=str(make_log_dir(job)))
-        again = _again(found, job, Path(name), saved.get(start), start, last)
+        again = _again(found, job, Path(name), saved, last)
     parting = _parting(found, again, first, last, is_exact=not of_machine)
     if parting is not None and not odd:
         parting += ". Code, data and arguments are those of the certificate"
@@ -214,16 +213,14 @@ def _other_machine(there: dict[str, Any]) -> Iterator[str]:
             yield f"environment: {name} is {here.get(name)} here, and {there.get(name)} in the certificate"
 
 
-def _again(
-    found: dict[str, Any], job: Launch, folder: Path, saved: Optional[Path], start: int, last: int
-) -> dict[str, Any]:
-    """Run the program until step `last`, and return its certificate."""
+def _again(found: dict[str, Any], job: Launch, folder: Path, saved: dict[int, Path], last: int) -> dict[str, Any]:
+    """Run the program until step `last`, from the last of the `saved` files, and return its certificate."""
     from unittest import mock
 
-    file = folder / "again.json"
+    file, start = folder / "again.json", max(saved, default=0)
     marks = [mark["step"] for mark in found["marks"]]
     ends = found["is_complete"] and last == marks[-1]
-    origin = f"the checkpoint of step {start}" if saved is not None else "the beginning"
+    origin = f"the checkpoint of step {start}" if saved else "the beginning"
     how = f"on {count(int(job.nproc), 'rank')}, from {origin} to step {last}; output: {job.log_dir}"
     say(f"running {' '.join(job.command)} {how}")
     chosen = found["facts"]["environment"]["variables"]
@@ -232,7 +229,7 @@ def _again(
             os.environ.pop(name, None)
         os.environ.update({name: chosen[name] for name in names_of_variables() if name in chosen})
         os.environ.update({_EXACT: str(found["exact"]), _CAPTURE: "off"})  # so that it shows what a capture got wrong
-        os.environ[variables.RESUME_FROM] = THE_BEGINNING if saved is None else str(saved.resolve())
+        os.environ[variables.RESUME_FROM] = str(saved[start].resolve()) if saved else THE_BEGINNING
         # The last mark of a program that ended may have been made where it saved or ended, not after its step.
         at = marks[:-1] if ends and last % found["every"] else marks
         about = {"program": job.command, "every": found["every"], "seed": found["seed"], "first": start}
