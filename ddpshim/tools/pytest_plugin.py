@@ -26,10 +26,11 @@ def same_experiment(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPa
         logs = tmp_path_factory.mktemp("same_experiment")
         command = [sys.executable, "-m", "ddpshim", "check", f"--log-dir={logs}"]
         for name, value in {"nproc": 2, **options}.items():  # given, as the program may have an argument of this name
+            option = f"--{name.replace('_', '-')}"
             if isinstance(value, bool):
-                command += [f"--{name}"] * value
+                command += [option] * value
             elif value is not None:
-                command.append(f"--{name}={value}")
+                command.append(f"{option}={value}")
         file = Path(arguments[0].partition(".")[0] if program == "-m" else program)
         is_here = file.exists() or file.with_suffix(".py").exists()
         paths = [*map(str, pytestconfig.getini("pythonpath")), os.environ.get("PYTHONPATH", "")]
