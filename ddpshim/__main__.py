@@ -226,7 +226,7 @@ def _check(arguments: argparse.Namespace) -> int:
     proof = check(job, settings, alone, arguments.own_ddp)
     print(_as_json(proof) if arguments.json else as_text(proof))
     is_right = proof.is_same or (arguments.own_ddp and bool(proof.by_design))
-    return 2 if proof.is_unknown else int(not is_right or bool(proof.wrong))
+    return int(bool(proof.wrong)) or (2 if proof.is_unknown else int(not is_right))
 
 
 def _check_certificate(arguments: argparse.Namespace) -> int:

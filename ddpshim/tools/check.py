@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -32,6 +32,7 @@ from ddpshim.trainers.unedited.program import Sources, file_of
 
 # Instructions of the processor that round otherwise: of torch, oneDNN and MKL.
 _ROUNDED_OTHERWISE = {"ATEN_CPU_CAPABILITY": "default", "DNNL_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
+_ANY_ORDER = "PYTHONHASHSEED", "random"
 _NEVER_COMPARED = "numbers that the program prints, logs or saves beside its networks; steps after these"
 
 
@@ -47,15 +48,13 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None, 
     if own_ddp:
         os.environ[variables.UNEDITED] = "off"
     runner.check(job, os.environ)
-    # Not that of ranks, so that what depends on the order of sets differs; and in both runs in one process the same.
-    order = {"PYTHONHASHSEED": "1"} if os.environ.get("PYTHONHASHSEED", "random") == "random" else {}
-    logs = make_log_dir(job)
+    logs, variables_of_one = make_log_dir(job), {**os.environ}  # to which `run` adds those of ranks
     with tempfile.TemporaryDirectory(prefix="ddpshim-check-") as name:
         folder = Path(name)
         (folder / watching.SETTINGS).write_text(json.dumps(asdict(settings)))
         say(f"runs of {settings.steps} steps; their output goes to {logs}, and files that they make are removed")
         try:
-            _run_one(alone or job, folder, logs, settings, ONE, order)
+            _run_one(alone or job, folder, logs, settings, ONE, variables_of_one)
             new_files.remove(folder)  # the ranks must not find the checkpoints of this one
             say(f"run 2: the same program on {settings.num_ranks} ranks")
             code = run(replace(job, proof=name, nproc=str(settings.num_ranks), log_dir=str(logs)))
@@ -67,8 +66,8 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None, 
                 own = replace(settings, is_nudged=is_number, steps=settings.steps if is_number else proof.parting.step)
                 (folder / watching.SETTINGS).write_text(json.dumps(asdict(own)))
                 with contextlib.suppress(LaunchError):  # then nothing is known of it
-                    order.update(_ROUNDED_OTHERWISE if is_number else {})
-                    _run_one(alone or job, folder, logs, settings, AGAIN, order)
+                    variables_of_one.update(_ROUNDED_OTHERWISE if is_number else {})
+                    _run_one(alone or job, folder, logs, settings, AGAIN, variables_of_one)
                     proof = judge(folder, settings.num_ranks)
         finally:
             for sentence in new_files.remove(folder):
@@ -87,10 +86,14 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None, 
     return proof
 
 
-def _run_one(job: Launch, folder: Path, logs: Path, settings: ProofSettings, name: str, own: dict[str, str]) -> None:
+def _run_one(
+    job: Launch, folder: Path, logs: Path, settings: ProofSettings, name: str, environ: Mapping[str, str]
+) -> None:
     """Run it without a launcher's variables; if it makes no step, as the only rank of a job. With DDPSHIM_UNEDITED=off
-    the other way round. Draws by sample are those of a rank of `run`, so it is one. `own`: more variables."""
-    plain = {"OMP_NUM_THREADS": "1", **{key: value for key, value in os.environ.items() if key not in PLACE}, **own}
+    the other way round. Draws by sample are those of a rank of `run`, so it is one."""
+    kept = {key: value for key, value in environ.items() if key not in PLACE and (key, value) != _ANY_ORDER}
+    # Sets have another order than on ranks, and the same in both runs in one process: that shows what depends on it.
+    plain = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "1", **kept}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "GROUP_RANK": "0"}
@@ -100,8 +103,9 @@ def _run_one(job: Launch, folder: Path, logs: Path, settings: ProofSettings, nam
     no_step = "neither plainly nor as a single rank"
     if Options.read().draws == "sample":
         how, no_step = "one rank of `run`, since the plain program does not draw by sample", "as one rank of `run`"
-        order = {"PYTHONHASHSEED": "0"} if "PYTHONHASHSEED" in own else {}  # as `run` does
-        ways = [(how, {**plain, **place, **order}, ["-m", "ddpshim.launch.rank"])]
+        ways = [
+            (how, {**plain, "PYTHONHASHSEED": "0", **kept, **place}, ["-m", "ddpshim.launch.rank"])
+        ]  # as `run` does
     elif os.environ.get(variables.UNEDITED) == "off":
         ways.reverse()
     log, which = logs / f"{name}.log", "run 1" if name == ONE else "run 3, since they differ"

@@ -31,7 +31,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ddpshim.failures.unsynced_check import graph_of
-from ddpshim.model.wrapper import bare_key
+from ddpshim.model.wrapper import bare_key, is_compiling
 from ddpshim.process.job import current
 from ddpshim.process.observed import called, live_modules, observe
 from ddpshim.process.random_streams import digest
@@ -49,6 +49,7 @@ ONE = "one"  # name of the run in one process; the ranks' runs are "rank_0", "ra
 AGAIN = "again"  # of another run in one process
 NUM_SIGNS = 8
 _MAX_BATCHES = 1000
+_COARSE = 1e-4  # the last bit of bfloat16 and float16 is larger
 _UNKNOWN = ("loader", "is_share", "shuffles", "num_batches", "num_samples")
 _NO_PASS = {"sampler": "", "pass_number": 0, **dict.fromkeys(_UNKNOWN)}
 
@@ -329,14 +330,20 @@ def _tensors(batch: Any) -> Iterator[Any]:
 
 
 def _nudged(module: torch.nn.Module, args: Any, result: Any) -> Any:
-    """Return the result of a module, each number with the last bit changed, up or down. Not what is no result of
-    training, and not whole numbers, which the program may round."""
-    if not (isinstance(result, torch.Tensor) and result.requires_grad and result.is_floating_point()):
+    """Return the result of a module with the last bit of some numbers changed, towards zero: a probability stays one.
+
+    Not whole numbers, which the program may round, nor what is not trained, or too coarse, or traced.
+    """
+    if torch.jit.is_tracing() or is_compiling() or not isinstance(result, torch.Tensor) or result.is_nested:
         return result
-    if result.layout != torch.strided or bool((result == result.round()).all()):
+    is_trained = result.requires_grad and not result.is_leaf and result.numel() > 0
+    if not is_trained or result.is_complex() or result.layout != torch.strided:
         return result
-    up = (_signs(result.numel()) & 1 > 0).reshape(result.shape).to(result.device)
-    return result * (1 + torch.finfo(result.dtype).eps * torch.where(up, 1, -1).to(result.dtype))
+    eps = torch.finfo(result.dtype).eps
+    if eps > _COARSE:
+        return result
+    some = (_signs(result.numel()) & 1).reshape(result.shape).to(result.device, result.dtype)
+    return torch.where(result == result.round(), result, result * (1 - eps * some))
 
 
 @functools.lru_cache(maxsize=64)
