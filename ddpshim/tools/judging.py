@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -221,9 +222,10 @@ def _of_one_process(
     compared = _Comparison(one, [again])
     compared.by_design = []  # its random numbers are those of the first one
     if found.what in NUMBERS:
-        sizes, num_steps = compared.measured()
+        sizes, num_steps, is_rounding = compared.measured()
         left = _Comparison(one, ranks, sizes).first()
-        if left is not None and (left.what not in NUMBERS or left.step <= max(num_steps, found.step)):
+        last = num_steps + 1 if is_rounding else max(num_steps, found.step)
+        if left is not None and (left.what not in NUMBERS or left.step <= last):
             return left, 0
         if num_steps >= _FEWEST * one.num_steps:
             return None, num_steps
@@ -271,18 +273,20 @@ class _Comparison:
                     return Parting(step + 1, *found)
         return None
 
-    def measured(self) -> tuple[dict[Any, float], int]:
-        """Return how far numbers are apart, and the number of steps before most gradients are so by more than 1%."""
+    def measured(self) -> tuple[dict[Any, float], int, bool]:
+        """Return how far numbers are apart, in how many steps, and whether most gradients of the next are so by 1%."""
         self._is_measuring = True
         num_steps = min(run.num_steps for run in (self.one, *self.ranks))
         for step in range(num_steps):
             self._step = step
             for look in (self._losses, self._gradients, self._weights, self._networks):
                 look(step)
+            # A gradient may be near by chance.
             apart = [size for (t, key), size in self._sizes.items() if (t, key[0]) == (step, "gradients")]
-            if sum(size > _TURN for size in apart) > len(apart) / 2:
-                return self._sizes, step
-        return self._sizes, num_steps
+            self._sizes[step, "gradients"] = statistics.median(apart) if apart else 0.0
+            if self._sizes[step, "gradients"] > _TURN:
+                return self._sizes, step, True
+        return self._sizes, num_steps, False
 
     def _pairs(self, kind: str, step: int) -> Iterator[tuple[Record, list[Record]]]:
         """Yield each record of the one process in a step, with each rank's of the same optimizer, if all have one."""
@@ -299,7 +303,8 @@ class _Comparison:
             if math.isfinite(apart):  # `_differing` also pairs the wrong ones
                 self._sizes[place] = min(apart, self._sizes.get(place, math.inf))
             return True
-        seen, of_one_process = self._largest.get(key, 0.0), self._sizes.get(place, 0.0) / _AS_MUCH
+        seen = self._largest.get(key, 0.0)
+        of_one_process = max(self._sizes.get(one, 0.0) for one in (place, (self._step, key[0]))) / _AS_MUCH
         is_allowed = apart <= max(self._least_limit(least), _GROWS * seen, of_one_process)
         if is_allowed:
             self._largest[key] = max(seen, apart)

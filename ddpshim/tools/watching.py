@@ -343,7 +343,7 @@ def _nudged(module: torch.nn.Module, args: Any, result: Any) -> Any:
     if eps > _COARSE:
         return result
     some = (_signs(result.numel()) & 1).reshape(result.shape).to(result.device, result.dtype)
-    return torch.where(result == result.round(), result, result * (1 - eps * some))
+    return torch.where(result == result.round(), result, result * (1 - 2 * eps * some))
 
 
 @functools.lru_cache(maxsize=64)

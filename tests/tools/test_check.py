@@ -546,7 +546,7 @@ def test_nudged_are_results_of_training_by_the_last_bit(dtype: torch.dtype) -> N
     nudged = watching._nudged(torch.nn.Identity(), (), numbers)
     changed = ((numbers - nudged) / numbers)[1:]
     assert nudged.dtype == dtype
-    assert 0.2 * torch.finfo(dtype).eps < changed.mean() < changed.max() <= 2 * torch.finfo(dtype).eps
+    assert 0.4 * torch.finfo(dtype).eps < changed.mean() < changed.max() <= 3 * torch.finfo(dtype).eps
     assert (nudged[[0, -1]].tolist(), changed.min().tolist()) == ([0, 1], 0)
 
 
