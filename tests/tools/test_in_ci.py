@@ -103,7 +103,7 @@ def test_a_foreign_repository(tmp_path: Path) -> None:
     assert "\nthe same experiment: no\n  differs first in step 1: gradients of weight, bias, train.py:" in said
     assert "\n  usually: they are not reduced: the network is not wrapped" in said
     (page,) = {*re.findall(r"^page:  (.*)$", said, re.M)}  # also in pytest's summary, if CI is set
-    command = f"python -m ddpshim check --log-dir={Path(page).parent} --nproc=2 --steps=2 --own_ddp "
+    command = f"python -m ddpshim check --log-dir={Path(page).parent} --nproc=2 --steps=2 --own-ddp "
     assert Path(page).read_text().startswith(f"# The same experiment: no\n\n```\n$ {command}")
     assert f"trian.py does not exist (in {tmp_path}): no rank could start it" in said
     assert "error: unrecognized arguments: --nprocs=2; did you mean --nproc?" in said
