@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -65,10 +64,12 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None, 
                 is_number = proof.parting.what in NUMBERS
                 own = replace(settings, is_nudged=is_number, steps=settings.steps if is_number else proof.parting.step)
                 (folder / watching.SETTINGS).write_text(json.dumps(asdict(own)))
-                with contextlib.suppress(LaunchError):  # then nothing is known of it
-                    variables_of_one.update(_ROUNDED_OTHERWISE if is_number else {})
+                variables_of_one.update(_ROUNDED_OTHERWISE if is_number else {})
+                try:
                     _run_one(alone or job, folder, logs, settings, AGAIN, variables_of_one)
                     proof = judge(folder, settings.num_ranks)
+                except LaunchError as error:
+                    say(f"without run 3 the answer does not tell rounding from a mistake: {error}")
         finally:
             for sentence in new_files.remove(folder):
                 say(sentence)

@@ -68,6 +68,7 @@ _OWN_DRAWS = (
     "equal random numbers)"
 )
 _OWN_NOISE = "random numbers (per rank, as under any DistributedDataParallel)"
+_AS_FAR = "another run in one process, which is rounded otherwise, is as far from the first one"
 _IN_FLOAT64 = "float64 shows it (torch.set_default_dtype(torch.float64))"
 _FEWEST = 0.5  # of the steps, of which "yes" is said
 _Found = Optional[tuple[str, str, str, str, str]]  # of a Parting all but the step
@@ -162,8 +163,8 @@ def judge(folder: Path, num_ranks: int) -> Proof:
         if parting is None:
             num_steps = min(num_steps, num_equal)
             notes.append(
-                f"step {found.step}: {found.found}; another run in one process, which is rounded otherwise, is as far "
-                f"from the first one. A mistake of less than ten times this size is not seen: {_IN_FLOAT64}"
+                f"step {found.step}: {found.found}; {_AS_FAR}. A mistake of less than ten times this size is not seen: "
+                f"{_IN_FLOAT64}"
             )
     parting = parting or _equal_noise(ranks, _OWN_DRAWS in compared.by_design)
     by_design = compared.by_design if parting is None else []
@@ -230,8 +231,7 @@ def _of_one_process(
         if num_steps >= _FEWEST * one.num_steps:
             return None, num_steps
         where = " of ".join(filter(None, (found.what, found.where)))
-        meaning = "another run in one process, which is rounded otherwise, is as far from the first one. If it is a "
-        meaning += f"mistake, {_IN_FLOAT64}"
+        meaning = f"{_AS_FAR}. If it is a mistake, {_IN_FLOAT64}"
         return replace(found, what=_ROUNDING, where=where, meaning=meaning), 0
     own = compared.first()
     if own is None or own.what != found.what or own.step > found.step:

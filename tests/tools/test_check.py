@@ -451,12 +451,19 @@ def test_precision_of_a_backward_pass() -> None:
 
 
 @pytest.mark.unit
-def test_ranks_that_failed_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A guard may have ended them for what the first samples explain; without a difference there is nothing to say."""
+def test_ranks_that_failed_are_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A guard may have ended them for what the first samples explain; without a difference there is nothing to say.
+
+    A third run that fails leaves the answer as it is, and is named.
+    """
 
     def run_one(
         job: Launch, folder: Path, logs: Path, settings: watching.ProofSettings, name: str, own: object
     ) -> None:
+        if name == watching.AGAIN:
+            raise LaunchError("it made 0 steps in 300 s")
         _write(folder, name, samples="abcd")
 
     def run(job: Launch) -> int:
@@ -477,6 +484,8 @@ def test_ranks_that_failed_are_judged(tmp_path: Path, monkeypatch: pytest.Monkey
         proof.notes[-1]
         == f"the ranks ended with exit code 1 after [1, 1] steps; their output is in {tmp_path / 'logs'}"
     )
+    said = "without run 3 the answer does not tell rounding from a mistake: it made 0 steps in 300 s"
+    assert said in capsys.readouterr().err
     of_ranks = ["ab", "cd"]
     with pytest.raises(LaunchError, match=r"the ranks made \[1, 1\] steps and ended with exit code 1"):
         check.check(job, watching.ProofSettings())
