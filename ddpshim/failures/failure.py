@@ -45,6 +45,10 @@ def disarm(job: Job) -> None:
     job.watched = None
 
 
+if hasattr(os, "register_at_fork"):  # a forked process is no rank, and a thread of the rank may have locked the store
+    os.register_at_fork(after_in_child=lambda: disarm(current()))
+
+
 def begin_checks() -> None:
     """Check in each step of this job, which begins now, that ranks do not train separate models. Local."""
     job = current()

@@ -6,6 +6,8 @@ tests/promises.
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Optional
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from ddpshim.errors import SyncError
 from ddpshim.failures import failure, failure_notes
 from ddpshim.process.job import current
+from ddpshim.process.job_store import ask_store
 from evidence import pages
 from evidence.fault_table import COLUMNS, FAULTS, PAGE, RELEASE, Fault, complaints, inject, rows_of
 from tests.robomimic import require
@@ -51,6 +54,16 @@ def test_a_line_about_another_ranks_failure_is_whole(monkeypatch: pytest.MonkeyP
     assert failure_notes._why(0) == " (SyncError)"
     assert failure_notes._short(ValueError("one\ntwo")) == "ValueError: one"
     assert failure_notes._short(ValueError("a " + 200 * "word ")) == "ValueError: a" + 57 * " word" + " ..."
+
+
+@pytest.mark.ranks
+def test_a_forked_process_leaves_the_connection_of_its_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of the rank may have locked it at that moment, for ever in the child."""
+    monkeypatch.setattr(current(), "watched", failure.Watched(dist.HashStore(), sys.excepthook, None))
+    assert ask_store(lambda store: True)
+    if (child := os.fork()) == 0:
+        os._exit(3 if ask_store(lambda store: True) is None else 4)
+    assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 3
 
 
 def test_what_comes_on_top_of_a_lost_peer_is_not_the_first_failure() -> None:
