@@ -69,15 +69,13 @@ def end_with_parent() -> None:
 
     A process that goes on would keep connections of its parent open, so that other ranks wait for that one.
     """
-    parent = multiprocessing.parent_process()
 
-    def follow() -> None:
-        assert parent is not None
-        wait([parent.sentinel])
+    def follow(parent: int) -> None:
+        wait([parent])
         os._exit(1)
 
-    if parent is not None:
-        threading.Thread(target=follow, daemon=True).start()
+    if (started_by := multiprocessing.parent_process()) is not None:
+        threading.Thread(target=follow, args=(started_by.sentinel,), daemon=True).start()
 
 
 def on_the_way_out() -> bool:
@@ -109,8 +107,7 @@ def abort(error: BaseException, exit_code: int = 1) -> NoReturn:
         error: the error to report, with its traceback.
         exit_code: this process's exit code, not 0.
     """
-    watched = current().watched
-    if watched is not None:  # a thread that is ending this rank reports the reason, and ends this one with it
+    if (watched := current().watched) is not None:  # a thread that is ending this rank reports it, and ends this one
         watched.ending.acquire(timeout=_OTHER_THREAD_DEADLINE_S)
     try:
         from ddpshim.failures import failure_notes

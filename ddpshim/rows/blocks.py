@@ -62,9 +62,9 @@ class State:
         # This rank, or, while a piece is computed, this piece among all.
         self.ranks = Ranks(0, 1) if world is None else Ranks(world.rank, world.world_size)
         exact = None if world is None else world.options.exact
-        self.num_pieces = exact or self.ranks.size  # into which rows are divided
+        self.is_exact, self.num_pieces = exact is not None, exact or self.ranks.size  # into which rows are divided
         self.is_in_piece = False  # one is being computed (`pieces`)
-        self.factor = 1 if exact is not None else self.ranks.size  # of gradients inside blocks to a rank's share
+        self.factor = 1 if self.is_exact else self.ranks.size  # of gradients inside blocks to a rank's share
         self.num_messages = 0  # how often wholes were gathered, or added up
         self.tape: Any = None  # writes down the calls on blocks, if the call of a network is being captured
 
@@ -210,7 +210,12 @@ class Mean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient
+        return passed_on(gradient)
+
+
+def passed_on(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a mean of gradients, which each rank uses with its rows: for third derivatives. Local."""
+    return same(gradient) if gradient.requires_grad else gradient
 
 
 def same(whole: torch.Tensor) -> torch.Tensor:

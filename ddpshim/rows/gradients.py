@@ -63,16 +63,18 @@ def _own_of(gradient: Any, rows: Rows) -> Any:
 
 def _backward_of_rows(
     original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any
-) -> Any:
+) -> None:
     """torch.autograd.backward"""
     if current().part(Counts).is_in_lock_step() and not guard.compares_passes():
         news.settle()
-    if not any(isinstance(one, Rows) for one in (*_listed(tensors), *_listed(grad_tensors), *_listed(inputs))):
-        return original(tensors, grad_tensors, *args, inputs=inputs, **kwargs)
     given, seeds = _seeds(tensors, grad_tensors)
     if inputs is not None:
         inputs = [one.block if isinstance(one, Rows) else one for one in _listed(inputs)]
-    return original(given, seeds, *args, inputs=inputs, **kwargs)
+    original(given, seeds, *args, inputs=inputs, **kwargs)
+    if argument(args, kwargs, 1, "create_graph"):  # gradients are means over ranks, of which their graphs know nothing
+        for p in current().part(guard.GuardState).owned:
+            if p.grad is not None and p.grad.requires_grad:
+                p.grad.register_hook(blocks.passed_on)
 
 
 def _grad(original: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:

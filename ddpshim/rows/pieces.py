@@ -38,7 +38,7 @@ class AddUp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return (gradient,) * ctx.num
+        return ForPieces.apply(gradient, ctx.num)  # type: ignore[no-untyped-call]
 
 
 class ForPieces(torch.autograd.Function):

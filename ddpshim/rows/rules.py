@@ -172,14 +172,16 @@ def is_reduced(tensor: Any) -> bool:
 def used_by_rows(value: Any) -> Any:
     """Return a whole value for use with blocks: a tensor's gradient becomes the sum over ranks. Local.
 
-    Except for parameters and their views, whose gradients a wrapper reduces. Raises Mixed for a row tensor or a class
-    of the program.
+    Except for parameters and their views, whose gradients a wrapper reduces. Raises Mixed for a row tensor, a class of
+    the program, and outside a piece of the option `exact`.
     """
     if isinstance(value, T):
         if type(value) is not T and type(value) is not torch.nn.Parameter:
             raise Mixed
         if value.requires_grad and torch.is_grad_enabled() and not is_reduced(value):
             state = current().part(blocks.State)
+            if state.is_exact and not state.is_in_piece:
+                raise Mixed  # its gradient would be added up by rank, not by piece
             return value if state.is_in_piece else state.call(same, value)
         return value
     if type(value) is list or type(value) is tuple:

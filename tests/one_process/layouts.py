@@ -86,6 +86,7 @@ def heads(net: Any, x: Tensor) -> Tensor:
 @network(weights=lambda: nn.Embedding(6, WIDTH))
 def expanded(net: Any, x: Tensor) -> Tensor:
     z = net.first(x)[:, :, None].expand(-1, -1, 6, -1) * net.weights.weight
+    z[:, 0, 1] = net.weights.weight[2]
     return z.permute(2, 1, 0, 3).sum((0, 1))  # type: ignore[no-any-return]
 
 

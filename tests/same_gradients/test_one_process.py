@@ -35,7 +35,7 @@ REFUSED = {
 OF_GPUS = ["gpus.pinned_by_workers", "gpus.compiled_in_one_piece", "gpus.dropout_of_expanded_rows"]
 ALWAYS = [
     *("hostile.asarray_written", "hostile.views_of_parameters", "hostile.gradients_that_keep_their_graph"),
-    *("hostile.compiled_eager", "hostile.compiled_in_place", *OF_GPUS),
+    *("hostile.compiled_eager", "hostile.compiled_in_place", "hostile.third_derivatives", *OF_GPUS),
 ]
 # Of each kind: the network's own, its class, hooks, what is not the network's, and what a call gets and keeps.
 CHANGING = [
@@ -47,7 +47,7 @@ CHANGING = [
 # In which rounding does not grow from step to step.
 STEADY = [
     *("idioms.masked_over_item", "idioms.masked_dot_product", "idioms.ignore_index", "idioms.advantage_weighted"),
-    *("idioms.gradient_penalty", "idioms.scores_of_a_validation_set"),
+    *("idioms.gradient_penalty", "idioms.scores_of_a_validation_set", "hostile.third_derivatives"),
 ]
 
 

@@ -282,3 +282,25 @@ def gradients_that_keep_their_graph(log: Log) -> Trained:
         optimizer.step()
         log(loss, scale.grad, products[-1])
     return [net, scale]
+
+
+@program
+def third_derivatives(log: Log) -> Trained:
+    """Of a loss with a gradient of its own, and by way of `.grad`."""
+    net, seed = mlp(), nn.Parameter(torch.ones(()))
+    parameters = [*net.parameters(), seed]
+    optimizer = SGD(parameters, 0.01)
+    for number, (x, y) in enumerate(loader(*data(), size=14)):
+        optimizer.zero_grad()
+        loss = F.mse_loss(net(x), y)
+        if number % 2:
+            (loss * seed).backward(create_graph=True)
+            grads = [p.grad for p in parameters if p.grad is not None]
+            optimizer.zero_grad()
+        else:
+            grads = [*torch.autograd.grad(loss, parameters[:-1], seed, create_graph=True)]
+        turns = torch.autograd.grad(sum(g.square().sum() for g in grads), parameters, create_graph=True)
+        (0.1 * sum(turn.square().sum() for turn in turns)).backward()
+        optimizer.step()
+        log(loss, seed.grad, turns[0])
+    return [net, seed]
