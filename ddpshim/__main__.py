@@ -185,7 +185,7 @@ def _add_check(commands: Commands) -> None:
     )
     text = "repeat a part of a certified run (`run --certify FILE`), and compare its bits; --nproc 1 will do"
     check.add_argument("--certificate", type=Path, metavar="FILE", help=text)
-    check.add_argument(*_NPROC, type=positive, metavar="N", help="ranks on this node (2)")
+    check.add_argument(*_NPROC, type=positive, metavar="N", help="ranks on this node (2; certificate: 1)")
     text = "optimizer steps (20); with --certificate A:B (the last ones)"
     check.add_argument("--steps", type=steps, metavar="K", help=text)
     text = "the single-process trainer and its arguments, as one quoted word (default: the same command)"
