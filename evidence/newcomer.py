@@ -46,7 +46,7 @@ class Typed:
 HOUR = (
     Typed("the self-test", "ddpshim selftest", "selftest passed"),
     Typed("own trainer, in one process", f"{OWN} one", "epoch 2: contrast"),
-    Typed("on 2 ranks", f"{_RUN} {OWN} two", "2 ranks on this machine.*epoch 2: contrast.*6 to 8 digits"),
+    Typed("on 2 ranks", f"{_RUN} {OWN} two", "2 ranks on this machine.*epoch 2: contrast.*6-8 digits"),
     Typed("on 3 ranks", f"ddpshim run --nproc 3 {OWN} three", "3 ranks on this machine.*epoch 2: contrast"),
     Typed("1 and 2 compared", "ddpshim report one two", "the same experiment up to rounding"),
     Typed("1 and 3 compared", "ddpshim report one three", "the same experiment up to rounding"),
