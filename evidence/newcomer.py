@@ -57,9 +57,9 @@ HOUR = (
     Typed(
         "stopped, resumed",
         "resume.py --demo",
-        "left after 70 steps.*continued on 3 ranks: 90 steps; 160 of 160 had the same",
+        r"left after \d+ steps.*continued on 3 ranks: \d+ steps; 160 of 160 had the same",
     ),
-    Typed("pages by words", "ddpshim docs resume", "Preemption and resuming"),
+    Typed("pages by words", "ddpshim docs resume", "Resume your own trainer"),
     Typed("robomimic: an example", "ddpshim example", "lift_bc.json"),
     Typed("robomimic, on 2 ranks", f"{_RUN} {_ROBOMIMIC}", ""),
     Typed("robomimic alone", f"{_ROBOMIMIC} --name plain", ""),

@@ -179,9 +179,10 @@ def _explained(error: BaseException) -> BaseException:
     watched, me = current().watched, f"rank {_rank()}"
     if watched is None or watched.watch is None:
         return error
+    ranks: Sequence[int] = watched.watch.ranks
     if lost_a_peer(error) and (left := watched.watch.describe_left()):
         text = f"{me} waits for a rank that has already left the job, and would hang:\n{left}\n{SAME_WAY}."
-    elif lost_a_peer(error) and (silent := _silent(watched.watch.ranks)):
+    elif lost_a_peer(error) and (silent := ask_store(lambda s: [r for r in ranks if not is_there(s, f"why/{r}")])):
         text = (
             f"{ranks_called(silent)} ended without an error in the middle of the job (os._exit, exit code 0, killed), "
             f"and {me} would wait forever ({_short(error)}). Let all ranks end together, or raise an error."
@@ -192,11 +193,6 @@ def _explained(error: BaseException) -> BaseException:
     else:
         return error
     return SyncError(text).with_traceback(error.__traceback__)
-
-
-def _silent(ranks: Sequence[int]) -> list[int]:
-    """Return those of `ranks` that have not reported a failure. Local."""
-    return ask_store(lambda store: [rank for rank in ranks if not is_there(store, f"why/{rank}")]) or []
 
 
 def _why(rank: int) -> str:

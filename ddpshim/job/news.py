@@ -16,7 +16,6 @@ from ddpshim.job.group import world
 from ddpshim.process.job import current
 
 _MOST = 256  # between two messages
-_MEETING_DEADLINE_S = 20.0
 
 
 class News:
@@ -71,7 +70,7 @@ def compared(own: tuple[int, int], place: Callable[[], str]) -> Callable[[], dic
         if len({*answers()}) == 1:
             return {}
         mine = [*((*pair, False, where) for pair, _, where in told), (*own, True, place())]
-        of_ranks = here.gather_with_deadline("apart", mine, _MEETING_DEADLINE_S)
+        of_ranks = here.gather_with_deadline("apart", mine, CROSSED_DEADLINE_S)
         if len(of_ranks) == here.world_size:
             for i, one in enumerate(zip(*of_ranks.values())):
                 if len({(theirs, is_end) for _, theirs, is_end, _ in one}) > 1:

@@ -210,16 +210,13 @@ class Mean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return passed_on(gradient)
-
-
-def passed_on(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a mean of gradients, which each rank uses with its rows: for third derivatives. Local."""
-    return same(gradient) if gradient.requires_grad else gradient
+        return same(gradient)  # for third derivatives
 
 
 def same(whole: torch.Tensor) -> torch.Tensor:
     """Return a whole that each rank uses with its rows: its gradient is the ranks' sum (backward: collective)."""
+    if not whole.requires_grad:
+        return whole
     used = whole.view_as(whole)
     used.register_hook(Mean.apply)  # no function of its own: its view would refuse changes of `whole` in place
     return used

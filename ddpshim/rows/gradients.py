@@ -74,7 +74,7 @@ def _backward_of_rows(
     if argument(args, kwargs, 1, "create_graph"):  # gradients are means over ranks, of which their graphs know nothing
         for p in current().part(guard.GuardState).owned:
             if p.grad is not None and p.grad.requires_grad:
-                p.grad.register_hook(blocks.passed_on)
+                p.grad.register_hook(blocks.same)
 
 
 def _grad(original: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -277,14 +277,11 @@ def _on_wholes(cls: Any) -> Any:
         base: Any = torch.autograd.Function
         methods = ("forward", "backward", "vjp", "jvp")
         names = [name for name in methods if getattr(cls, name) is not getattr(base, name)]
-        parts = {name: staticmethod(stand_in(getattr(cls, name), _in_wholes)) for name in names}
+        in_wholes: Any = lambda function, *args, **kwargs: plain(function(*args, **kwargs))  # noqa: E731
+        parts = {name: staticmethod(stand_in(getattr(cls, name), in_wholes)) for name in names}
         made = _made[cls] = type(cls)(cls.__name__, (cls,), {**parts, "__module__": cls.__module__})
         _made[made] = made
     return made
-
-
-def _in_wholes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return plain(function(*args, **kwargs))
 
 
 def _checkpoint(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:

@@ -66,7 +66,9 @@ def probed(loader: Any, join: Callable[[Any], Any] = list) -> Found:
 def _by_child(loader: Any, join: Callable[[Any], Any], tensors: list[torch.Tensor]) -> Found:
     if not hasattr(os, "fork"):
         return Found("this system has no fork")
-    places, pythons = _places_in_files(), random.getstate()
+    # The offset of each open regular file: a child moves it for its parent too.
+    places = {file: os.lseek(file, 0, os.SEEK_CUR) for file, mode in _open_files() if stat.S_ISREG(mode)}
+    pythons = random.getstate()
     parents, childs = multiprocessing.Pipe(duplex=False)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -101,11 +103,6 @@ def _open_files() -> Iterator[tuple[int, int]]:
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else map(str, range(256)):
         with contextlib.suppress(OSError):
             yield int(name), os.fstat(int(name)).st_mode
-
-
-def _places_in_files() -> dict[int, int]:
-    """Return the offset of each open regular file: a child moves it for its parent too."""
-    return {file: os.lseek(file, 0, os.SEEK_CUR) for file, mode in _open_files() if stat.S_ISREG(mode)}
 
 
 def _in_child(loader: Any, join: Callable[[Any], Any], tensors: list[torch.Tensor], answer: int) -> Found:

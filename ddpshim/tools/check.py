@@ -104,9 +104,8 @@ def _run_one(
     no_step = "neither plainly nor as a single rank"
     if Options.read().draws == "sample":
         how, no_step = "one rank of `run`, since the plain program does not draw by sample", "as one rank of `run`"
-        ways = [
-            (how, {**plain, "PYTHONHASHSEED": "0", **kept, **place}, ["-m", "ddpshim.launch.rank"])
-        ]  # as `run` does
+        as_run_does = {**plain, "PYTHONHASHSEED": "0", **kept, **place}
+        ways = [(how, as_run_does, ["-m", "ddpshim.launch.rank"])]
     elif os.environ.get(variables.UNEDITED) == "off":
         ways.reverse()
     log, which = logs / f"{name}.log", "run 1" if name == ONE else "run 3, since they differ"
