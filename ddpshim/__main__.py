@@ -158,7 +158,7 @@ def _report(arguments: argparse.Namespace) -> int:
 def _add_selftest(commands: Commands) -> None:
     text = "start ranks, and check that they can communicate and train as one process does"
     selftest = commands.add_parser("selftest", help=text, description=text, example="--nproc 2")
-    selftest.add_argument(*_NPROC, type=positive, metavar="N", help="ranks (default: the number of GPUs, or 2)")
+    selftest.add_argument(*_NPROC, type=positive, metavar="N", help="ranks (default: the number of GPUs, but 2 to 8)")
     text = "time limit for each of its jobs, in seconds (120)"
     selftest.add_argument("--timeout", type=positive, default=120, metavar="S", dest="timeout_s", help=text)
     selftest.add_argument("--gpu", action="store_true", help="refuse a machine whose GPUs torch does not see")

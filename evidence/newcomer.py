@@ -80,7 +80,7 @@ MISTAKES = (
     Typed("GPUs that are not there", f"ddpshim run --nproc gpu {OWN} out", "torch sees no GPU", 2),
     Typed("nodes without an address", f"ddpshim run --nnodes 2 {OWN} out", "without --node-rank and --master-addr", 2),
     Typed("no run there", "ddpshim report nowhere", "nowhere holds no records", 2),
-    Typed("the wrong door", f"{_RUN} {GLOBAL}", "Use local or global", 1, (GLOBAL, '"global"', '"whole"')),
+    Typed("the wrong door", f"{_RUN} {GLOBAL}", 'Use "local" .* or "global"', 1, (GLOBAL, '"global"', '"whole"')),
     Typed(
         "no setup", f"{_RUN} {SHARES}", "Call ddpshim.setup", 1, (SHARES, "ddpshim.setup(seed=1)", "ddpshim.world()")
     ),
