@@ -1,9 +1,10 @@
-"""Compares programs for one process with themselves under `ddpshim run` on two ranks, in alternation.
+"""Compares programs for one process with themselves under `ddpshim run`, and under hand-written DDP, in alternation.
 
     python -m evidence.one_process [--quick] [--only act,unet_256] [--scaling]
 
-One thread a rank. The programs are in one_process_programs.py. What a step needs: operations on rows, wholes that were
-gathered and their bytes, and messages of every kind (also the gradients' and those of numbers that are read).
+Two ranks, one thread each. The programs are in one_process_programs.py. Hand-written DDP has half of the batch on each
+rank, noise of its own, and BatchNorm of a rank; its numbers are others. What a step needs: operations on rows, wholes
+that were gathered and their bytes, and messages of every kind (also the gradients' and those of numbers read).
 
 `--scaling`: what more ranks can gain when the batch stays that of one process. A step of one sample of the U-Net is the
 floor, which does not shrink with the batch; so the most that N ranks can give, without messages, is a step of floor +
@@ -20,34 +21,52 @@ from typing import Any
 
 from evidence import pages, results
 from evidence.one_process_programs import PROGRAMS
-from evidence.results import Result, median_and_quartiles
+from evidence.results import Result
 
 PROGRAM = Path(__file__).with_name("one_process_programs.py")
 NAMES = [name for name in PROGRAMS if name not in ("unet_1", "unet_16")]
 SCALING, NUM_ROUNDS, DEADLINE_S = (16, 64, 256), 3, 240
 
 
-def measure(name: str, num_blocks: int, num_ranks: int) -> dict[str, Any]:
-    """Run a program on ranks, or in one process without ddpshim if `num_ranks` is 0."""
+def measure(name: str, num_blocks: int, num_ranks: int, by_hand: bool = False) -> dict[str, Any]:
+    """Run a program on ranks by `run`, or by torchrun with DDP; in one process without either if `num_ranks` is 0."""
     launched = ["-m", "ddpshim", "run", "--nproc", str(num_ranks)] if num_ranks else []
     variables = {"DDPSHIM_BACKEND": "gloo"}  # ranks may then share a GPU
+    if by_hand:
+        launched = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+        variables["DDP_BY_HAND"] = "1"
     return results.measured([*launched, str(PROGRAM), name, str(num_blocks)], variables, DEADLINE_S)
 
 
 def run(quick: bool, names: Iterable[str] = NAMES) -> Iterator[Result]:
     num_blocks, num_rounds = (2, 1) if quick else (4, NUM_ROUNDS)
     for name in names:
-        rounds: dict[int, list[dict[str, Any]]] = {0: [], 2: []}
-        for number in range(num_rounds):
-            for num_ranks in sorted(rounds, reverse=number % 2 == 1):
-                rounds[num_ranks].append(measure(name, num_blocks, num_ranks))
-        one, two = ([min(found["ms"]) for found in measured] for measured in rounds.values())
-        faster, spread = median_and_quartiles([a / b for a, b in zip(one, two)])
-        need, computed = rounds[2][-1], [min(min(found["cpu_ms"]) for found in each) for each in rounds.values()]
-        note = f"one process {min(one):.1f} ms, of which its main thread computes {computed[0]:.1f}, a rank's "
-        note += f"{computed[1]:.1f}; {need['operations']:.0f} operations on rows, {need['gathers']:.0f} gathers of "
+        found = results.alternate(
+            {
+                "one process": lambda name=name: measure(name, num_blocks, 0),  # type: ignore[misc]
+                "by hand": lambda name=name: measure(name, num_blocks, 2, by_hand=True),  # type: ignore[misc]
+                "run": lambda name=name: measure(name, num_blocks, 2),  # type: ignore[misc]
+            },
+            num_rounds,
+        )
+        rounds: Any = found
+
+        def least(arm: str, clock: str, rounds: Any = rounds) -> list[float]:
+            return [min(one[clock]) for one in rounds[arm]]
+
+        need = rounds["run"][-1]
+        note = "; ".join(
+            f"{arm} {min(least(arm, 'ms')):.1f} ms, CPU {min(least(arm, 'cpu_ms')):.1f}, of which its main thread "
+            f"{min(least(arm, 'main_ms')):.1f}"
+            for arm in rounds
+        )
+        note += f"; {need['operations']:.0f} operations on rows, {need['gathers']:.0f} gathers of "
         note += f"{need['bytes'] / 1000:.1f} kB, {need['messages']:.0f} messages"
+        faster, spread = results.ratio(least("one process", "ms"), least("run", "ms"))
         yield Result("one_process", f"{name}: two ranks", faster, "times one process", spread, note=note)
+        for clock, what in (("ms", "time of a step"), ("cpu_ms", "CPU time of a rank")):
+            times, spread = results.ratio(least("run", clock), least("by hand", clock))
+            yield Result("one_process", f"{name}: {what}", times, "x DDP by hand", spread)
 
 
 def scaling() -> None:

@@ -1,8 +1,9 @@
 """Training programs for one process, as users write them; one_process.py runs them on ranks.
 
 `python evidence/one_process_programs.py NAME NUM_BLOCKS OUT` runs a block of steps to warm up, then NUM_BLOCKS
-measured ones, and writes OUT: {"ms": milliseconds of a step in each block, "cpu_ms": those in which the main thread
-computed, "loss": the last loss, and, on ranks, what a step needed}.
+measured ones, and writes OUT: {"ms": milliseconds of a step in each block, "cpu_ms": the CPU time of all its threads,
+"main_ms": that of the main thread, "loss": the last loss, and, by `run`, what a step needed}. Started by torchrun with
+DDP_BY_HAND=1, it is what people write instead: torch's DDP, and a DistributedSampler, at the same global batch.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any, Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
+BY_HAND = "DDP_BY_HAND" in os.environ
 WIDTHS = (64, 128, 256)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -64,11 +68,25 @@ def endless(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
+def _batches(data: Dataset[Any], batch_size: int, num_workers: int = 0) -> Iterator[Any]:
+    if BY_HAND:
+        size, sampler = batch_size // dist.get_world_size(), DistributedSampler(data)
+        return endless(DataLoader(data, size, sampler=sampler, num_workers=num_workers))
+    return endless(DataLoader(data, batch_size, shuffle=True, num_workers=num_workers))
+
+
+def _placed(net: nn.Module) -> Any:
+    return nn.parallel.DistributedDataParallel(net.to(DEVICE)) if BY_HAND else net.to(DEVICE)
+
+
 def unet(batch_size: int) -> Callable[[], float]:
-    net = UNet().to(DEVICE)
-    ema, optimizer = copy.deepcopy(net), torch.optim.AdamW(net.parameters(), lr=1e-4, weight_decay=1e-6)
+    net = _placed(UNet())
+    ema, optimizer = (
+        copy.deepcopy(net.module if BY_HAND else net),
+        torch.optim.AdamW(net.parameters(), lr=1e-4, weight_decay=1e-6),
+    )
     data = TensorDataset(torch.randn(4 * batch_size, 20), torch.randn(4 * batch_size, 16, 7))
-    batches = endless(DataLoader(data, batch_size, shuffle=True))
+    batches = _batches(data, batch_size)
 
     def step() -> float:
         observation, actions = (part.to(DEVICE) for part in next(batches))
@@ -112,7 +130,7 @@ class ACT(nn.Module):
 
 
 def act(batch_size: int = 16) -> Callable[[], float]:
-    net = ACT().to(DEVICE)
+    net = _placed(ACT())
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5)
     num = 4 * batch_size
     tensors = (
@@ -120,7 +138,7 @@ def act(batch_size: int = 16) -> Callable[[], float]:
         torch.randint(0, 256, (num, 2, 3, 96, 96), dtype=torch.uint8),
         torch.randn(num, 20, 7),
     )
-    batches = endless(DataLoader(TensorDataset(*tensors, torch.rand(num, 20) < 0.2), batch_size, shuffle=True))
+    batches = _batches(TensorDataset(*tensors, torch.rand(num, 20) < 0.2), batch_size)
 
     def step() -> float:
         joints, images, actions, is_pad = (part.to(DEVICE) for part in next(batches))
@@ -142,14 +160,79 @@ def resnet(batch_size: int = 16) -> Callable[[], float]:
 
     conv = ResNet18Conv(input_channel=3, pretrained=False)
     points = SpatialSoftmax(conv.output_shape([3, 84, 84]), num_kp=32)
-    net = nn.Sequential(conv, points, nn.Flatten(), nn.Linear(64, 7)).to(DEVICE)
+    net = _placed(nn.Sequential(conv, points, nn.Flatten(), nn.Linear(64, 7)))
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-4)
     tensors = torch.randint(0, 256, (4 * batch_size, 84, 84, 3), dtype=torch.uint8), torch.randn(4 * batch_size, 7)
-    batches = endless(DataLoader(TensorDataset(*tensors), batch_size, shuffle=True))
+    batches = _batches(TensorDataset(*tensors), batch_size)
 
     def step() -> float:
         images, actions = (part.to(DEVICE) for part in next(batches))
         loss = F.mse_loss(net(images.permute(0, 3, 1, 2).float() / 255.0), actions)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+class GPT(nn.Module):
+    """Predicts the next of 65 characters from (B, T) of them; without dropout."""
+
+    def __init__(self, width: int = 192, length: int = 64) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(65, width), nn.Embedding(length, width)
+        layer = nn.TransformerEncoderLayer(width, 6, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers, self.head = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), nn.Linear(width, 65)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length))
+
+    def forward(self, tokens: Tensor) -> Any:
+        seen = self.token(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.head(self.layers(seen, self.mask, is_causal=True))
+
+
+def gpt(batch_size: int = 64) -> Callable[[], float]:
+    net = _placed(GPT())
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+    batches = _batches(TensorDataset(torch.randint(0, 65, (4 * batch_size, 65))), batch_size)
+
+    def step() -> float:
+        (tokens,) = (part.to(DEVICE) for part in next(batches))
+        loss = F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+class Crops(Dataset[Any]):
+    """Images that are flipped and cropped at random places, with jittered colours, and their actions."""
+
+    def __init__(self, num: int) -> None:
+        self.images, self.actions = torch.randint(0, 256, (num, 3, 96, 96), dtype=torch.uint8), torch.randn(num, 7)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Any:
+        top, left = torch.randint(0, 13, (2,)).tolist()
+        image = self.images[index][:, top : top + 84, left : left + 84].float() / 255.0
+        image = image.flip(-1) if torch.rand(()) < 0.5 else image
+        return image * (0.8 + 0.4 * torch.rand(3, 1, 1)), self.actions[index]
+
+
+def augmented(batch_size: int = 32) -> Callable[[], float]:
+    """A ResNet without BatchNorm, and two data workers."""
+    kept = (nn.Conv2d(3, 32, 7, 2, 3), nn.ReLU(), nn.Conv2d(32, 64, 3, 2, 1), nn.ReLU(), nn.Conv2d(64, 128, 3, 2, 1))
+    net = _placed(nn.Sequential(*kept, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 7)))
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-4)
+    batches = _batches(Crops(32 * batch_size), batch_size, num_workers=2)
+
+    def step() -> float:
+        images, actions = (part.to(DEVICE) for part in next(batches))
+        loss = F.mse_loss(net(images), actions)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -165,6 +248,8 @@ PROGRAMS: dict[str, tuple[Callable[[], Callable[[], float]], int]] = {  # and th
     **{f"unet_{batch}": (functools.partial(unet, batch), steps) for batch, steps in _UNETS.items()},
     "act": (act, 6),
     "resnet": (resnet, 4),
+    "gpt": (gpt, 4),
+    "augmented": (augmented, 12),
 }
 
 
@@ -186,20 +271,29 @@ def needed(step: Callable[[], float]) -> dict[str, float]:
 def main(name: str, num_blocks: int, out: str) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    if BY_HAND:
+        dist.init_process_group("gloo")
     make, num_steps = PROGRAMS[name]
     num_steps *= 10 if DEVICE.type == "cuda" else 1  # a step is short there
-    step, times, cpu_times, loss = make(), [], [], 0.0
+    clocks: dict[str, Callable[[], float]] = {
+        "ms": time.perf_counter,
+        "cpu_ms": time.process_time,
+        "main_ms": time.thread_time,
+    }
+    step, loss = make(), 0.0
+    found: dict[str, Any] = {clock: [] for clock in clocks}
     for _ in range(num_blocks + 1):
-        start, cpu_start = time.perf_counter(), time.thread_time()
+        starts = {clock: read() for clock, read in clocks.items()}
         for _ in range(num_steps):
             loss = step()
-        times.append(1000 * (time.perf_counter() - start) / num_steps)
-        cpu_times.append(1000 * (time.thread_time() - cpu_start) / num_steps)
-    found: dict[str, Any] = {"ms": times[1:], "cpu_ms": cpu_times[1:], "loss": loss}
+        for clock, read in clocks.items():
+            found[clock].append(1000 * (read() - starts[clock]) / num_steps)
+    found = {**{clock: times[1:] for clock, times in found.items()}, "loss": loss}
     if "ddpshim.rows.tensor" in sys.modules:
         found.update(needed(step))
-    with open(out, "w") as file:
-        json.dump(found, file)
+    if not BY_HAND or dist.get_rank() == 0:
+        with open(out, "w") as file:
+            json.dump(found, file)
 
 
 if __name__ == "__main__":
