@@ -69,11 +69,11 @@ _PASSES = "torch/autograd/", "ddpshim/model/mean_gradients.py"
 _WORLDS = ("ddpshim/job/world.py", "ddpshim/job/collectives.py")
 # Functions of ddpshim that wait for other ranks outside of torch.distributed's own functions.
 _WAITS = {
-    ("ddpshim/job/collectives.py", "pairs"): "a message to all ranks",
+    **dict.fromkeys((("ddpshim/job/collectives.py", name) for name in ("pairs", "wait")), "a message to all ranks"),
     ("ddpshim/job/collectives.py", "table"): "a gather of tensors",
     ("ddpshim/job/collectives.py", "add_up"): "a sum of tensors",
     ("ddpshim/job/collectives.py", "backward"): "a sum of gradients",
-    ("ddpshim/rows/blocks.py", "gather_alike"): "a gather of rows",
+    **dict.fromkeys((("ddpshim/rows/blocks.py", name) for name in ("gather_alike", "wait")), "a gather of rows"),
     ("ddpshim/job/collectives.py", "gather_with_deadline"): "World.gather_with_deadline",
     ("ddpshim/checkpoint/resume.py", "_meet"): "a check between two steps",
     ("ddpshim/model/guard.py", "_compare"): "the comparison of weights",

@@ -1,6 +1,6 @@
 """What ranks tell each other with the next message of a training: where they are, and which numbers they read.
 
-News wait for a message that is sent anyway: that at the end of a backward pass, or the next gather.
+News wait for a message that is sent anyway: that at the end of a backward pass, or the next gather that waits.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ddpshim.job.group import world
 from ddpshim.process.job import current
 
 _MOST = 256  # between two messages
+_NUM_REMEMBERED = 3  # comparisons that foretell the next one: a step of an actor and its critics has so many
 
 
 class News:
@@ -23,13 +24,34 @@ class News:
 
     def __init__(self) -> None:
         self.pending: list[tuple[tuple[int, int], Callable[[list[Any]], Any], str]] = []
+        self.kinds: list[int] = []  # of what is pending
+        self.before: tuple[int, ...] = ()  # of what ranks told, before each of their last comparisons
+        self.known: dict[tuple[int, ...], list[int]] = {}  # what they told after these: one answer on all ranks
+
+    def take(self) -> tuple[list[Any], Callable[[bool], None]]:
+        """Return what is pending, and what is to be called with whether it was equal on all ranks. Local."""
+        told, kinds, self.pending, self.kinds = self.pending, self.kinds, [], []
+
+        def learn(is_equal: bool) -> None:
+            if len(self.known) == _MOST:
+                self.known.clear()
+            if is_equal and kinds:
+                self.known[self.before] = kinds
+                self.before = (*self.before, hash(tuple(kinds)))[-_NUM_REMEMBERED:]
+            elif not is_equal:
+                self.before = ()
+
+        return told, learn
 
 
-def tell(own: tuple[int, int], judge: Callable[[list[Any]], Any], waits: bool, place: str) -> Any:
+def tell(own: tuple[int, int], judge: Callable[[list[Any]], Any], waits: bool, place: str, kind: int = 0) -> Any:
     """Tell all ranks two integers: a number, and a hash of `place`, what this rank does, and where.
 
     `judge` gets those of all ranks: now, and its answer is returned, or if they differ, with the next backward pass or
     gather (collective if `waits`, and each _MOST times). Raises WorldError if ranks are at different places.
+
+    Args:
+        kind: a hash of what this rank does, which is the same when a step repeats it; equal if `own` and `place` are.
     """
     news, here = current().part(News), world()
     if waits or len(news.pending) == _MOST:
@@ -40,7 +62,18 @@ def tell(own: tuple[int, int], judge: Callable[[list[Any]], Any], waits: bool, p
             raise _are_apart(here.gather_with_deadline("crossed", place, CROSSED_DEADLINE_S))
         return judge(told)
     news.pending.append((own, judge, place))
+    news.kinds.append(kind)
     return None
+
+
+def is_foreseen() -> bool:
+    """Whether what this rank has told since the last comparison is what all ranks told there in an earlier step. Local.
+
+    If so, a message of the training may be sent before ranks compare it: one that is in another step settles first.
+    (gloo ends a process that gets a message of another size, and NCCL hangs.)
+    """
+    news = current().part(News)
+    return news.known.get(news.before, [])[: len(news.kinds)] == news.kinds
 
 
 def settle(place: str = "gathers, or ends a backward pass") -> None:
@@ -60,14 +93,16 @@ def compared(own: tuple[int, int], place: Callable[[], str]) -> Callable[[], dic
         place: returns what this rank does, and where. Called if something differs.
     """
     news, here = current().part(News), world()
-    told, news.pending = news.pending, []
+    told, learn = news.take()
     numbers = own, *(pair for pair, _, _ in told)
     packed = struct.pack(f"<{2 * len(numbers)}q", *(number for pair in numbers for number in pair))
     digest = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little", signed=True)
     answers = begin_pairs((digest, own[1]), here)
 
     def wait() -> dict[int, str]:
-        if len({*answers()}) == 1:
+        is_equal = len({*answers()}) == 1
+        learn(is_equal)
+        if is_equal:
             return {}
         mine = [*((*pair, False, where) for pair, _, where in told), (*own, True, place())]
         of_ranks = here.gather_with_deadline("apart", mine, CROSSED_DEADLINE_S)

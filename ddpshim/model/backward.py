@@ -36,13 +36,13 @@ class Passes:
         self.has_refused = False
 
 
-def _look_for_nan(losses: Any) -> None:
-    """Look at the losses of a pass. Local. Not at those on a GPU, for which the host would wait."""
+def _look_for_nan(losses: Any, num_passes: int) -> None:
+    """Look at the losses of pass `num_passes`. Local. Not at those on a GPU, for which the host would wait."""
     for loss in [losses] if isinstance(losses, torch.Tensor) else losses or ():
         if type(loss) is torch.Tensor and loss.device.type == "cpu" and loss.numel() == 1:
             number = loss.item()
             if number != number:
-                say_nan(f"the loss is NaN in backward pass {current().part(Progress).num_passes + 1}")
+                say_nan(f"the loss is NaN in backward pass {num_passes}")
 
 
 def say_nan(what: str) -> None:
@@ -72,15 +72,17 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
             check(passes)
             passes.losses = args[0] if args else kwargs.get("tensors")
             passes.keeps_graph = bool(args[3] if len(args) > 3 else kwargs.get("create_graph"))
-            _look_for_nan(passes.losses)
+            number = current().part(Progress).num_passes + 1
             for call in passes.before:
                 call()
             current().part(Progress).is_reducing = True
         passes.depth += 1
         try:
             original(*args, **kwargs)
-            for call in () if passes.depth > 1 else passes.after:
-                call()
+            if passes.depth == 1:
+                for call in passes.after:
+                    call()
+                _look_for_nan(passes.losses, number)
         except BaseException as error:
             passes.once_after.clear()
             if passes.depth == 1 and isinstance(error, Exception):

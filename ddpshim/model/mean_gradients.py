@@ -78,7 +78,7 @@ class Means:
         self._expected: dict[tuple[int, ...], list[int]] = {}  # the parameters of the pass after these
         passes = current().part(backward.Passes)
         passes.before.append(self._begin)
-        passes.after.append(self._finish)
+        passes.after.insert(0, self._finish)
         passes.unfinished = lambda: next((type(network.module).__name__ for network in self.networks_of_pass()), None)
 
     def add(self, network: MeanGradients, parameters: Sequence[Any], cap: int) -> None:

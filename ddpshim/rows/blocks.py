@@ -108,15 +108,19 @@ def own(whole: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     return apart.narrow(dim + 1, start, end - start).flatten(dim, dim + 1)
 
 
-def gather(block: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
-    """Return the whole tensor, in the memory layout that it would have in one process (collective)."""
+def gather(block: torch.Tensor, dim: int, part: Part, waits: Optional[list[Any]] = None) -> torch.Tensor:
+    """Return the whole tensor, in the memory layout that it would have in one process (collective).
+
+    With a list `waits` it does not wait: its values are there when what was added to the list has been called in order.
+    """
     here = ranks()
     counts, shape, strides, is_simple = _plan(part, here, dim, block.shape, block.stride(), block.dtype)
     whole = torch.empty_strided(shape, strides, dtype=block.dtype, device=block.device)
     if not whole.numel():
         return whole
     if is_simple:
-        gather_alike(block.detach().contiguous(), [*torch.split(whole, counts[0])])
+        own = block.detach().contiguous() if waits is None else block.detach().clone()  # the program may write into it
+        gather_alike(own, [*torch.split(whole.data, counts[0])], waits)  # gloo counts it as a write, at some time
         return whole
     bounds = [part.bounds(rank, here.size) for rank in range(here.size)]
     rows, into = block.detach(), whole
@@ -129,10 +133,14 @@ def gather(block: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     data = apart.view(len(apart), -1).view(torch.uint8)  # as bytes: backends lack some types
     if len(data) < max(counts):
         data = torch.cat([data, data.new_empty((max(counts) - len(data), data.shape[1]))])
-    everyones = gather_alike(data)
-    into = into.movedim(dim, 0)
-    for theirs, (start, end), num in zip(everyones, bounds, counts):
-        into[start:end] = theirs[:num].view(block.dtype).view(num, *apart.shape[1:])
+    everyones = gather_alike(data, None, waits)
+    into = into.data.movedim(dim, 0)  # a cached whole keeps its version
+
+    def put() -> None:
+        for theirs, (start, end), num in zip(everyones, bounds, counts):
+            into[start:end] = theirs[:num].view(block.dtype).view(num, *apart.shape[1:])
+
+    put() if waits is None else waits.append(put)
     return whole
 
 
@@ -151,16 +159,24 @@ def _plan(part: Part, here: Ranks, dim: int, shape: Any, strides: Any, dtype: to
     return counts, of_whole, strides_of_whole, is_alike and dim == 0 and part.outer == 1 and is_dense
 
 
-def gather_alike(own: torch.Tensor, everyones: Optional[list[torch.Tensor]] = None) -> list[torch.Tensor]:
-    """Return all ranks' tensors, which have one shape, in `everyones` if it is given (collective)."""
+def gather_alike(
+    own: torch.Tensor, everyones: Optional[list[torch.Tensor]] = None, waits: Optional[list[Any]] = None
+) -> list[torch.Tensor]:
+    """Return all ranks' tensors, of one shape, in `everyones` if it is given (collective). `waits`: as of `gather`."""
     state = current().part(State)
     state.num_messages += 1
-    settle()
+    if waits is None:
+        settle()
     if state.ranks.size == 1:
         return [own]
     if everyones is None:
         everyones = [torch.empty_like(own) for _ in range(state.ranks.size)]
-    begin_gather(everyones, own, group()).wait()
+    work = begin_gather(everyones, own, group())
+
+    def wait(_: torch.Tensor = own) -> None:  # whose memory is in use until then
+        work.wait()
+
+    wait() if waits is None else waits.append(wait)
     return everyones
 
 
@@ -179,13 +195,13 @@ class GatherBlocks(torch.autograd.Function):
     """Blocks -> the whole, whose gradient is equal on all ranks (collective)."""
 
     @staticmethod
-    def forward(ctx: Any, block: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
+    def forward(ctx: Any, block: torch.Tensor, dim: int, part: Part, waits: Any = None) -> torch.Tensor:
         ctx.dim, ctx.part = dim, part
-        return gather(block, dim, part)
+        return gather(block, dim, part, waits)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return Scatter.apply(gradient, ctx.dim, ctx.part) * factor(), None, None  # type: ignore[no-untyped-call]
+        return Scatter.apply(gradient, ctx.dim, ctx.part) * factor(), None, None, None  # type: ignore[no-untyped-call]
 
 
 class Scatter(torch.autograd.Function):

@@ -24,7 +24,8 @@ from ddpshim.model.wrapper import Transparent, is_compiling
 from ddpshim.process.devices import moved
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
-from ddpshim.rows import blocks, dimensions, gradients, layers  # noqa: F401 (they register their rules)
+from ddpshim.rows import arriving, blocks, dimensions, gradients, layers  # noqa: F401 (they register their rules)
+from ddpshim.rows.arriving import on_arrived
 from ddpshim.rows.rules import T
 from ddpshim.rows.tensor import Counts, Rows, divided, end_rows, is_plain, leaves, mapped, on_whole, write_back
 
@@ -53,7 +54,7 @@ class Calls:
     """The calls of networks in a job."""
 
     def __init__(self) -> None:
-        self.is_inside = False  # a network computes on rows now
+        self.rows: Optional[tuple[int, int]] = None  # the dimension and number of those on which a network computes now
         self.is_off = False  # nothing is divided now: inside torch.func, torch.jit and torch.compile
         self.counting: Optional[Known] = None  # the module whose call runs, and may be captured as a whole
         self.dim = 0  # of the rows
@@ -81,17 +82,18 @@ def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_tracing:
-            return call(module, *args, **kwargs) if len(args) + len(kwargs) < 2 else _traced(call, module, args, kwargs)
+            return _traced(call, module, args, kwargs)
         if is_compiling() or current().part(Calls).is_off:
             return call(module, *args, **kwargs)
         if computes_wholes(module):
             return call_on_wholes(module, *args, **kwargs)
         given, calls = leaves((args, kwargs)), current().part(Calls)
         found = _dimension_and_size(module, given)
-        if found is None and not any(type(x) is Rows for x in given):
+        inside = found or next(((x.dimension, x.sizes[x.dimension]) for x in given if type(x) is Rows), None)
+        if inside is None:
             return call(module, *args, **kwargs)
         copies: list[Any] = []
-        before, calls.is_inside = calls.is_inside, True
+        before, calls.rows = calls.rows, inside
         try:
             if found is None:
                 return _of_rows(call, module, args, kwargs)
@@ -101,7 +103,7 @@ def with_rows(call: Callable[..., Any]) -> Callable[..., Any]:
             args, kwargs = mapped(lambda x: shared.get(id(x), x), (args, kwargs), copies)
             return _of_rows(call, module, args, kwargs)
         finally:
-            calls.is_inside = before
+            calls.rows = before
             write_back(copies)
 
     return called
@@ -127,7 +129,7 @@ def _tensors(given: Iterable[Any]) -> list[torch.Tensor]:
 def _traced(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Call a network for Dynamo."""
     given = _tensors((*args, *kwargs.values()))
-    if len(given) > 1:
+    if given:
         met = list(met_by_rows(*given))
         args = [met.pop(0) if isinstance(x, T) else x for x in args]
         kwargs = {name: met.pop(0) if isinstance(x, T) else x for name, x in kwargs.items()}
@@ -176,8 +178,9 @@ def _has_rows(x: Any, dim: int, num: int) -> bool:
 def _dimension_and_size(module: Optional[nn.Module], given: Sequence[Any]) -> Optional[tuple[int, int]]:
     """Return along which dimension, of which size, plain tensors among a call's arguments become row tensors. Local.
 
-    With a row tensor: those that have as many rows. Otherwise the first one decides, in the outermost call only: an
-    inner one may be that of an embedding of positions.
+    With a row tensor: those that have as many rows. Otherwise the first one decides, if this is the outermost call. In
+    an inner one, those of several dimensions that have the rows of the outer one: times of samples, masks, noise. (One
+    of one dimension may be the positions that a transformer embeds.)
     """
     calls = current().part(Calls)
     for x in given:
@@ -185,9 +188,13 @@ def _dimension_and_size(module: Optional[nn.Module], given: Sequence[Any]) -> Op
             dim, num = x.dimension, x.shape[x.dimension]
             is_met = any(_has_rows(y, dim, num) for y in given)
             return (dim, num) if is_met and x.part == blocks.part_of(num) else None
-    if module is None or calls.is_inside or forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 or not current().part(Counts).is_in_lock_step():
         return None
-    if not current().part(Counts).is_in_lock_step():
+    if calls.rows is not None:
+        met = [x for x in given if _has_rows(x, *calls.rows)]
+        is_met = any(x.dim() > calls.rows[0] + 1 for x in met) and not any(x.requires_grad for x in met)
+        return calls.rows if is_met and blocks.part_of(calls.rows[1]) else None
+    if module is None:
         return None
     first = next((x.shape[calls.dim] for x in given if is_plain(x) and x.dim() > calls.dim), None)
     if first is None or blocks.part_of(first) is None:
@@ -217,6 +224,7 @@ def on_wholes(function: Callable[..., Any]) -> Callable[..., Any]:
     def computed(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return function(*args, **kwargs)
+        arriving.land()
         calls = current().part(Calls)
         if calls.counting is not None:
             calls.counting.refused = "something inside is compiled"
@@ -258,7 +266,7 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
             device = torch.device("cuda", self.device_ids[0])
             inputs, kwargs = moved(inputs, device), moved(kwargs, device)
         calls = current().part(Calls)
-        with replaced(calls, "dim", self.dim), replaced(calls, "is_inside", False):
+        with replaced(calls, "dim", self.dim), replaced(calls, "rows", None):
             return self.module(*inputs, **kwargs)
 
 
@@ -306,6 +314,10 @@ def installed() -> Iterator[None]:
                     put(module, name, stand_in)
                     known_to_script[id(stand_in)] = "aten::has_torch_function"
                     undo.callback(known_to_script.pop, id(stand_in))
+        copied = on_arrived(torch.tensor)
+        put(torch, "tensor", copied)
+        known_to_script[id(copied)] = "aten::tensor"
+        undo.callback(known_to_script.pop, id(copied))
         put(torch, "compile", _making(torch.compile))
         for name in ("trace", "trace_module", "_get_trace_graph"):
             put(torch.jit, name, on_wholes(getattr(torch.jit, name)))

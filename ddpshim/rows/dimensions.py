@@ -26,7 +26,7 @@ from ddpshim.rows.rules import (
     rule_if_alike,
     rule_of_rows,
 )
-from ddpshim.rows.tensor import Counts, Rows
+from ddpshim.rows.tensor import Counts, Rows, total
 
 _REMOVING = """
 sum mean nansum nanmean prod amax amin logsumexp std var median nanmedian mode argmax argmin aminmax any all max min
@@ -110,6 +110,13 @@ _REDUCING = rule_of_rows(_REMOVING)(_removing(0))
 rule_of_rows("norm vector_norm quantile nanquantile")(_removing(1, takes_numbers=False))
 rule_of_rows("select", moves=True)(_removing(0, takes_numbers=False))
 rule_of_rows("unbind", moves=True)(_removing(0, default=0))
+
+
+@rule("mean sum")
+def _mean(func: Any, args: Any, kwargs: Any) -> Any:
+    if len(args) != 1 or kwargs or type(args[0]) is not Rows or current().part(blocks.State).is_in_piece:
+        return _REDUCING(func, args, kwargs)
+    return total(args[0], func, func.__name__)
 
 
 @rule_if_alike("cosine_similarity cross vecdot")

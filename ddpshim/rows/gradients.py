@@ -23,10 +23,11 @@ from ddpshim.model.backward import Passes
 from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 from ddpshim.process.users_line import users_line
-from ddpshim.rows import blocks
+from ddpshim.rows import arriving, blocks
+from ddpshim.rows.arriving import arrived
 from ddpshim.rows.blocks import Mean
-from ddpshim.rows.rules import T, argument, is_reduced, rule
-from ddpshim.rows.tensor import Counts, Rows, cut, gathered, mapped, on_whole, whole
+from ddpshim.rows.rules import T, argument, rule
+from ddpshim.rows.tensor import Counts, Rows, cut, gathered, is_reduced, mapped, on_whole, parameters_of, whole
 
 _OURS = "ddpshim"
 
@@ -40,10 +41,15 @@ def _listed(value: Any) -> list[Any]:
     return [value] if value is None or isinstance(value, T) else [*value]
 
 
+def _inputs(value: Any) -> list[Any]:
+    """Return tensors for which gradients are asked; a loss under way among them arrives first."""
+    return [arrived(one) for one in _listed(value)]
+
+
 def _seeds(tensors: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
     """Return tensors, and their gradients, from which a backward pass can begin on this rank."""
     given, seeds = _listed(tensors), _listed(gradients)
-    seeds = seeds + [None] * (len(given) - len(seeds))
+    seeds = [*map(arrived, seeds), *[None] * (len(given) - len(seeds))]
     for i, (tensor, seed) in enumerate(zip(given, seeds)):
         if isinstance(tensor, Rows) and seed is None:
             given[i] = whole(tensor)
@@ -69,7 +75,7 @@ def _backward_of_rows(
         news.settle()
     given, seeds = _seeds(tensors, grad_tensors)
     if inputs is not None:
-        inputs = [one.block if isinstance(one, Rows) else one for one in _listed(inputs)]
+        inputs = [one.block if isinstance(one, Rows) else one for one in _inputs(inputs)]
     original(given, seeds, *args, inputs=inputs, **kwargs)
     if argument(args, kwargs, 1, "create_graph"):  # gradients are means over ranks, of which their graphs know nothing
         for p in current().part(guard.GuardState).owned:
@@ -79,7 +85,7 @@ def _backward_of_rows(
 
 def _grad(original: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     """torch.autograd.grad, which also averages gradients of parameters (collective)."""
-    of = _listed(inputs)
+    of = _inputs(inputs)
     if kwargs.get("is_grads_batched") and any(isinstance(one, Rows) for one in (*_listed(outputs), *of)):
         del kwargs["is_grads_batched"]
         every = zip(*(seed.unbind() for seed in _listed(plain(grad_outputs))))
@@ -88,6 +94,7 @@ def _grad(original: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, *a
     of = [one if not isinstance(one, Rows) else _source(one) for one in of]
     given, seeds = _seeds(outputs, grad_outputs)
     found = original(given, [one.block if isinstance(one, Rows) else one for one in of], seeds, *args, **kwargs)
+    arriving.land()
     return tuple(one if one is None else _as_seen(one, of[i]) for i, one in enumerate(found))
 
 
@@ -99,11 +106,7 @@ def _as_seen(gradient: torch.Tensor, tensor: Any) -> Any:
     return Mean.apply(gradient) if is_reduced(tensor) else gradient  # type: ignore[no-untyped-call]
 
 
-@rule(T.backward, moves=True)
-def _backward(func: Any, args: Any, kwargs: Any) -> Any:
-    names = ("gradient", "retain_graph", "create_graph", "inputs")
-    given = {**dict(zip(names, args[1:])), **kwargs}
-    torch.autograd.backward(args[0], given.pop("gradient", None), **given)
+rule(T.backward, moves=True)(arriving.backward)
 
 
 def _mirror(rows: Rows) -> Any:
@@ -186,19 +189,16 @@ def _register_hook(original: Any, self: Any, hook: Callable[[Any], Any]) -> Any:
     self = _source(self) if isinstance(self, Rows) else self
     if isinstance(self, Rows):
         return self.block.register_hook(_of_whole(hook, self))
-    return original(self, _averaged(self, hook) if _may_be_reduced(self) else hook)
-
-
-def _may_be_reduced(tensor: torch.Tensor) -> bool:
-    return tensor.is_leaf or (tensor._is_view() and tensor._base is not None and tensor._base.is_leaf)
+    return original(self, _averaged(self, hook) if parameters_of(self) else hook)
 
 
 def _averaged(tensor: torch.Tensor, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a hook of `tensor` that gives `hook` the mean over ranks, if a wrapper reduces its gradient later."""
-    parameter = weakref.ref(tensor if tensor.is_leaf else tensor._base)
+    parameters = [*map(weakref.ref, parameters_of(tensor))]
 
     def averaged(gradient: torch.Tensor) -> Any:
-        is_one_of_ranks = is_reduced(parameter())
+        known = [parameter() for parameter in parameters]
+        is_one_of_ranks = all(one is not None and is_reduced(one) for one in known)
         return plain(hook(Mean.apply(gradient) if is_one_of_ranks else gradient))  # type: ignore[no-untyped-call]
 
     return averaged
@@ -209,7 +209,7 @@ def _retain_grad(original: Any, self: Any) -> None:
     if isinstance(self, Rows):
         _retain(original, (self,), {})
     else:
-        if not self.is_leaf and not self.retains_grad and _may_be_reduced(self):
+        if not self.is_leaf and not self.retains_grad and parameters_of(self):
             self.register_hook(_averaged(self, lambda gradient: gradient))
         original(self)
 
@@ -266,6 +266,7 @@ def apply_of_rows(original: Any) -> Any:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.partition(".")[0] == _OURS:
             return inner(cls, *args, **kwargs)
+        arriving.land()
         return on_whole(functools.partial(inner, _on_wholes(cls)), args, kwargs)
 
     return classmethod(apply)
@@ -327,6 +328,7 @@ def installed() -> Iterator[None]:
             put(owner, name, stand_in(getattr(owner, name), instead))
         put(torch.autograd.Function, "apply", apply_of_rows(vars(torch.autograd.Function)["apply"]))
         put(torch_checkpoint.CheckpointFunction, "apply", staticmethod(_checkpoint))
+        current().part(Passes).after.append(arriving.land)  # after the gradients
         if hasattr(torch_checkpoint, "_NoopSaveInputs"):
             put(torch_checkpoint._NoopSaveInputs, "apply", staticmethod(_saved))
         yield

@@ -10,7 +10,7 @@ import torch
 
 from ddpshim.job.collectives import group
 from ddpshim.process.job import current
-from ddpshim.rows.blocks import State, ranks
+from ddpshim.rows.blocks import State, added_up, ranks
 from ddpshim.rows.rules import (
     Mixed,
     Rule,
@@ -26,7 +26,7 @@ from ddpshim.rows.rules import (
     rule_of_rows,
     used_by_rows,
 )
-from ddpshim.rows.tensor import Rows, whole
+from ddpshim.rows.tensor import Rows, total
 
 
 @rule_if_alike("matmul mm bmm mv __matmul__ __rmatmul__")
@@ -245,12 +245,6 @@ def _recurrent_cell(func: Any, args: Any, kwargs: Any) -> Any:
     return Rows(out, 0, part) if isinstance(out, T) else tuple(Rows(one, 0, part) for one in out)
 
 
-def _total(losses: Rows, kind: int, name: str) -> torch.Tensor:
-    """Return the mean (1) or the sum (2) of losses (collective)."""
-    of_all = whole(losses, name)
-    return of_all.mean() if kind == 1 else of_all.sum()
-
-
 def _elementwise_loss(position: int) -> Rule:
     """Return the rule of a loss whose argument `position` is the kind of reduction: 0 none, 1 mean, 2 sum."""
 
@@ -264,7 +258,7 @@ def _elementwise_loss(position: int) -> Rule:
         else:
             kwargs = {**kwargs, "reduction": 0}
         rows = row_tensor(met(func, args, kwargs, part, place), place, part)
-        return _total(rows, kind, func.__name__) if kind else rows
+        return total(rows, T.mean if kind == 1 else T.sum, func.__name__) if kind else rows
 
     return loss
 
@@ -297,8 +291,8 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     if not kind:
         return losses
     has_classes = not target.is_floating_point()
-    out = _total(losses, 2 if has_classes else kind, func.__name__)
+    out = total(losses, T.sum if has_classes or kind == 2 else T.mean, func.__name__)
     if kind == 2 or not has_classes:
         return out
-    classes = whole(target) if type(target) is Rows else target
-    return out / (classes != args[4]).sum()
+    num = ((target.block if type(target) is Rows else target) != args[4]).sum()
+    return out / (added_up(num) if type(target) is Rows else num)

@@ -213,7 +213,8 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
 
         tag = zlib.crc32(f"{number} {os.path.basename(self.place)}".encode(errors="backslashreplace"))
         place = f"takes a batch of the DataLoader of {self.place} ({number})"
-        news.tell((zlib.crc32(repr(kinds).encode()), tag), judge, waits, place)
+        of_batch = zlib.crc32(repr(kinds).encode())
+        news.tell((of_batch, tag), judge, waits, place, of_batch)
 
 
 def _of_program(loader: DataLoader[Any]) -> Any:

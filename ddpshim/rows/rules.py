@@ -14,11 +14,11 @@ from typing import Any, Optional
 import torch
 from torch.nn import functional as F
 
-from ddpshim.model.guard import GuardState
 from ddpshim.process.job import current
 from ddpshim.rows import blocks
+from ddpshim.rows.arriving import arrived
 from ddpshim.rows.blocks import Part, same
-from ddpshim.rows.tensor import RULES, Counts, Rows, RowsMemory, cut, mapped, shares_memory
+from ddpshim.rows.tensor import RULES, Counts, Rows, RowsMemory, cut, is_reduced, mapped, shares_memory
 
 T = torch.Tensor
 _NAMESPACES = (torch, T, torch._C._nn, torch._C._VariableFunctions, torch.special, torch.linalg, torch.fft, F)
@@ -160,23 +160,14 @@ def met(func: Any, args: Any, kwargs: Any, part: Part, place: int) -> Any:
     return func(*given, **{name: meeting(value, part, place) for name, value in kwargs.items()} if kwargs else {})
 
 
-def is_reduced(tensor: Any) -> bool:
-    """Whether a wrapper averages the gradient of `tensor`, a parameter or a view of one, when a pass ends. Local.
-
-    In between it may be this rank's: a mean over ranks of what is computed linearly from it is the same then.
-    """
-    owners = current().part(GuardState).owners
-    return id(tensor) in owners or (isinstance(tensor, T) and tensor._is_view() and id(tensor._base) in owners)
-
-
 def used_by_rows(value: Any) -> Any:
     """Return a whole value for use with blocks: a tensor's gradient becomes the sum over ranks. Local.
 
-    Except for parameters and their views, whose gradients a wrapper reduces. Raises Mixed for a row tensor, a class of
-    the program, and outside a piece of the option `exact`.
+    Except for what is computed from parameters, whose gradients a wrapper reduces. Raises Mixed for a row tensor, a
+    class of the program, and outside a piece of the option `exact`.
     """
     if isinstance(value, T):
-        if type(value) is not T and type(value) is not torch.nn.Parameter:
+        if type(value) is not T and type(value) is not torch.nn.Parameter and type(arrived(value)) is not T:
             raise Mixed
         if value.requires_grad and torch.is_grad_enabled() and not is_reduced(value):
             state = current().part(blocks.State)

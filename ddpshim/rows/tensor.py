@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn, Optional
@@ -19,12 +20,14 @@ from typing import Any, NoReturn, Optional
 import torch
 
 from ddpshim.errors import SyncError
+from ddpshim.job import news
+from ddpshim.model.guard import GuardState
 from ddpshim.process.devices import mapped as mapped
 from ddpshim.process.job import current
 from ddpshim.process.observed import live
 from ddpshim.process.replaced import replaced
 from ddpshim.process.users_line import users_line
-from ddpshim.rows import blocks
+from ddpshim.rows import arriving, blocks
 from ddpshim.rows.blocks import GatherBlocks, Part, Scatter
 
 RULES: dict[Any, Callable[..., Any]] = {}  # by function of torch; a rule may return NotImplemented
@@ -35,6 +38,8 @@ _EXPOSING = {
     *("__dlpack__", "share_memory_"),
 }
 _UNCOUNTED = {"apply_", "map_", "map2_"}  # they write into the first argument, and its version stays
+_MOST_NODES = 32  # of a graph, to look at
+_ARRIVING = (torch.float32, torch.float64)  # autocast computes others in another type
 _DETACHING = {"detach", "lift_fresh", "alias", "_to_copy"}
 
 
@@ -219,7 +224,8 @@ class EndedRows(Rows):
 
 
 def end_rows() -> None:
-    """Make each row tensor that outlives the job an error where it is used. Local."""
+    """Make each row tensor, or loss under way, that outlives the job an error where it is used. Local."""
+    arriving.land(EndedRows)
     for one in live(Rows):
         if type(one) is Rows:
             one.__class__ = EndedRows
@@ -246,9 +252,33 @@ def write_back(copies: list[Any]) -> None:
             container[:] = [before.get(id(item), item) for item in made]
 
 
+def parameters_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the leaves from which torch's functions compute `tensor`; none if it takes many, or others. Local."""
+    found, left = [tensor] if tensor.is_leaf else [], [tensor.grad_fn]
+    for num, node in enumerate(left):
+        if num == _MOST_NODES or isinstance(node, torch.autograd.function.BackwardCFunction):
+            return []
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.append(variable)
+        elif node is not None:
+            left += [before for before, _ in node.next_functions]
+    return found
+
+
+def is_reduced(tensor: torch.Tensor) -> bool:
+    """Whether a wrapper averages the gradients of the parameters from which `tensor` is computed, or is one. Local.
+
+    Its own gradient may then be this rank's until the pass ends: a backward pass is linear, so the mean is the same.
+    """
+    owners, found = current().part(GuardState).owners, parameters_of(tensor)
+    return bool(found) and all(id(one) in owners for one in found)
+
+
 def cut(whole: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     """Return this rank's block of `whole`, as part of its graph (its backward pass is collective)."""
-    if whole.requires_grad and torch.is_grad_enabled() and not (state := current().part(blocks.State)).is_in_piece:
+    state = current().part(blocks.State)
+    if whole.requires_grad and torch.is_grad_enabled() and not state.is_in_piece and not is_reduced(whole):
         made: torch.Tensor = state.call(Scatter.apply, whole, dim, part)
         return made
     return blocks.own(whole, dim, part)
@@ -289,6 +319,18 @@ def divided(whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 def whole(rows: Rows, why: str = "") -> torch.Tensor:
     """Return the whole of a row tensor, computed at most once (collective)."""
+    arriving.land()  # the same rows may be on their way
+    known = _known(rows)
+    if known is not None:
+        return known
+    _note_gather(rows, why)
+    made = gathered(rows.block, rows.dimension, rows.part)
+    rows.cached = _key(rows), made, _version(made)
+    return made
+
+
+def _known(rows: Rows) -> Optional[torch.Tensor]:
+    """Return the whole of a row tensor if this rank has it (collective if the program wrote into a mirror)."""
     rows.memory.pull()
     for mirror in rows.memory.mirrors:
         if mirror.is_of(rows):
@@ -296,17 +338,36 @@ def whole(rows: Rows, why: str = "") -> torch.Tensor:
                 return mirror.whole.detach() if mirror.whole.requires_grad else mirror.whole
             if mirror.whole.requires_grad:
                 return mirror.whole
-    key = rows.memory.num_writes, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    if rows.cached is not None and rows.cached[0] == key and _version(rows.cached[1]) == rows.cached[2]:
+    if rows.cached is not None and rows.cached[0] == _key(rows) and _version(rows.cached[1]) == rows.cached[2]:
         return rows.cached[1]
-    _note_gather(rows, why)
-    made = gathered(rows.block, rows.dimension, rows.part)
-    rows.cached = key, made, _version(made)
-    return made
+    return None
 
 
-def _note_gather(rows: Rows, why: str) -> None:
-    """Count what is gathered next. Raises SyncError where ranks would gather at different times."""
+def _key(rows: Rows) -> Any:
+    return rows.memory.num_writes, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+def total(rows: Rows, func: Callable[[torch.Tensor], torch.Tensor], why: str) -> torch.Tensor:
+    """Return `func`, the mean or the sum, of the whole of a row tensor (collective; does not wait for a loss)."""
+    state = current().part(blocks.State)
+    waits = state.ranks.size == 1 or state.is_exact or state.tape is not None or rows.dtype not in _ARRIVING
+    waits = waits or not (rows.block.requires_grad and torch.is_grad_enabled())
+    waits = waits or type(state.num_messages) is not int  # a replay is compared, and may send nothing
+    if waits or torch._C._current_graph_task_id() >= 0 or _known(rows) is not None:
+        return func(whole(rows, why))
+    place, begun = _note_gather(rows, why), list[Callable[[], Any]]()
+    kind = zlib.crc32(repr((rows.part, rows.dimension, rows.sizes, rows.dtype, why)).encode())
+    news.tell((0, kind), lambda told: None, False, f"gathers for {why} at {place}", kind)
+    if not news.is_foreseen():
+        news.settle()
+    made: torch.Tensor = GatherBlocks.apply(rows.block, rows.dimension, rows.part, begun)  # type: ignore[no-untyped-call]
+    rows.cached = _key(rows), made, _version(made)
+    number: torch.Tensor = arriving.begin(func, made, begun)
+    return number
+
+
+def _note_gather(rows: Rows, why: str) -> str:
+    """Count what is gathered next; return where. Raises SyncError where ranks would gather at different times."""
     counts = current().part(Counts)
     if not counts.is_in_lock_step():
         raise SyncError(
@@ -317,6 +378,7 @@ def _note_gather(rows: Rows, why: str) -> None:
     place = users_line(), why
     counts.gathered[place] += 1
     counts.num_bytes[place] += rows.numel() * rows.block.element_size()
+    return place[0]
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -384,8 +446,7 @@ def written(rows: Rows, made: torch.Tensor) -> None:
             return
     rows.block.copy_(cut(made, rows.dimension, rows.part))
     rows.memory.wrote()
-    key = rows.memory.num_writes, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    rows.cached = key, made, _version(made)
+    rows.cached = _key(rows), made, _version(made)
 
 
 def _view_of(x: torch.Tensor) -> Any:

@@ -100,7 +100,7 @@ SEAMS = [
     Seam("_VariableFunctions _nn", "rows/rules.py", ROWS, "torch/nn/functional.py, _VF.py"),
     Seam("_builtins _get_builtin_table", "rows/calls.py", ROWS, "torch/jit/_builtins.py"),
     Seam("_get_trace_graph", "rows/calls.py", THREE_RANKS, "torch/jit/_trace.py"),
-    Seam("_is_view _base", "rows/rules.py", THREE_RANKS, "torch/_tensor.py, torch.Tensor._base"),
+    Seam("_is_view _base", "rows/tape.py", THREE_RANKS, "torch/_tensor.py, torch.Tensor._base"),
     Seam("_current_graph_task_id", "rows/tensor.py", SEEN, "torch/csrc/autograd"),
     Seam("_current_level", "rows/calls.py", SEEN, "torch/autograd/forward_ad.py"),
     Seam("_compiled_call_impl", "rows/calls.py", "test_a_module_compiled_in_place", MODULE),

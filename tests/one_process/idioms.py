@@ -240,6 +240,84 @@ def normalised_advantages(log: Log) -> Trained:
 # Logs, metrics and what follows from them
 
 
+@torch.jit.script
+def _scripted(loss: Tensor) -> Tensor:
+    return loss * 2 + loss.sqrt()
+
+
+@idiom
+def losses_that_torch_reads_itself(log: Log) -> Trained:
+    """Copies, seeds, arguments that are numbers, scripted, compiled and mapped functions, passes without gradients."""
+    net = mlp()
+    optimizer, compiled = SGD(net.parameters(), 0.05), torch.compile(lambda loss: loss * 2 + 1, backend="eager")
+    for x, y in loader(*data()):
+        rows = F.mse_loss(net(x), y, reduction="none")
+        loss, most = rows.mean(), rows.sum()
+        with torch.no_grad():
+            rows.zero_()  # after its mean was asked for
+            half = loss * 0.5
+        log(torch.add(torch.ones(2), torch.ones(2), alpha=half), F.mse_loss(net(x), y).detach().numpy())
+        copied = torch.tensor(F.l1_loss(net(x), y))
+        mapped = torch.vmap(functools.partial(torch.mul, F.l1_loss(net(x), y)))(torch.arange(3.0))
+        seeded = torch.autograd.grad(net[0].weight.pow(2).sum(), net[0].weight, grad_outputs=F.l1_loss(net(x), y))[0]
+        optimizer.zero_grad()
+        with torch.no_grad():
+            loss.backward(retain_graph=True)
+        compiled(_scripted(F.l1_loss(net(x), y))).backward()
+        torch.autograd.backward([0.01 * most, net[2].bias.sum()], [None, F.l1_loss(net(x), y)])
+        optimizer.step()
+        log(loss, copied, mapped, seeded.sum(), most)
+    return [net]
+
+
+class _OfParameters(nn.Module):
+    """Adds what is computed from parameters alone: repeated tokens, positions, a normalized weight, a sum of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.place, self.both = (
+            nn.Parameter(torch.randn(1, 4)),
+            nn.Embedding(3, 4),
+            nn.Parameter(torch.ones(4)),
+        )
+        self.weight, self.time, self.frozen = nn.Parameter(torch.randn(4, 6)), nn.Embedding(5, 4), nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+        self.last = nn.utils.spectral_norm(nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        token = self.token.expand(len(x), -1) + self.both
+        places = self.place(torch.arange(3)).mean(0) * self.both
+        times = self.time(torch.arange(2).repeat(len(x), 1)).sum(1)
+        noise = self.frozen(torch.randn(len(x), 4))
+        hidden = F.linear(x, F.normalize(self.weight)) + torch.cat([token[:, :2], token[:, 2:]], 1) * places + times
+        return self.last((hidden + 0.1 * noise).tanh()), token
+
+
+@idiom
+def computed_from_parameters(log: Log) -> Trained:
+    """Its gradients are hooked, kept, asked for, clipped by a hook, and differentiated."""
+    net, seen = _OfParameters(), list[float]()
+    optimizer = SGD(net.parameters(), 0.05)
+    for step, (x, y) in enumerate(loader(*data())):
+        out, token = net(x)
+        loss = F.mse_loss(out, y)
+        if step == 1:
+            token.register_hook(lambda gradient: seen.append(gradient.norm().item()))
+            token.retain_grad()
+        if step == 2:
+            token.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        if step == 3:
+            (of_token,) = torch.autograd.grad(loss, token, create_graph=True)
+            loss = loss + 100 * of_token.square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 1:
+            seen.append(token.grad.sum().item())
+        optimizer.step()
+        log(loss, *seen)
+    return [net]
+
+
 @idiom
 def numbers_before_and_after_a_pass(log: Log) -> Trained:
     """What is computed from losses in linear and other ways, written into, hooked, and read now or later."""

@@ -36,6 +36,7 @@ OF_GPUS = ["gpus.pinned_by_workers", "gpus.compiled_in_one_piece", "gpus.dropout
 ALWAYS = [
     *("hostile.asarray_written", "hostile.views_of_parameters", "hostile.gradients_that_keep_their_graph"),
     *("hostile.compiled_eager", "hostile.compiled_in_place", "hostile.third_derivatives", *OF_GPUS),
+    *("idioms.losses_that_torch_reads_itself", "idioms.computed_from_parameters"),
 ]
 # Of each kind: the network's own, its class, hooks, what is not the network's, and what a call gets and keeps.
 CHANGING = [

@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
 from ddpshim.errors import SyncError
+from ddpshim.job import news
 from ddpshim.job.group import world
 from ddpshim.model import guard
 from ddpshim.model.backward import Passes
@@ -125,6 +126,7 @@ class Networks:
 
     def _check_alike(self, given: Any) -> None:
         """Raise SyncError if ranks computed different losses (collective)."""
+        news.settle()  # names a rank that is elsewhere, for whose loss this one would wait
         own = [float(plain(loss).detach().double().sum()) for loss in given]
         found = world().gather_with_deadline("losses", own, _DEADLINE_S)
         expected = next(iter(found.values()))

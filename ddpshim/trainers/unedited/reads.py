@@ -32,6 +32,7 @@ from ddpshim.process.job import current
 from ddpshim.process.observed import Progress
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import count
+from ddpshim.rows.arriving import arrived, land
 from ddpshim.rows.tensor import Counts
 
 _ASSERTION = "LOAD_ASSERTION_ERROR"  # in Python 3.14: LOAD_COMMON_CONSTANT, so that it is a read like others
@@ -63,7 +64,12 @@ def equal_reads(here: World) -> Iterator[None]:
             # Not torch.compiler.disable, whose wrapper makes each read of an optimizer slower.
             stand_in = decorators.skip(functools.wraps(original)(reads.read(original)))
             stack.enter_context(replaced(torch.Tensor, name, stand_in))
-        yield
+        try:
+            yield
+        except SystemExit:
+            land()  # functions of atexit may read a loss
+            raise
+        land()
         news.settle()
 
 
@@ -88,7 +94,7 @@ class _EqualReads:
         of_main = torch.compiler.disable(of_main)
 
         def read(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-            caller = sys._getframe(1)
+            caller, tensor = sys._getframe(1), arrived(tensor)
             if id(caller.f_code) in self._of_others and type(tensor) is torch.Tensor:
                 return original(tensor, *arguments, **options)
             if _is_of_others(caller):
@@ -141,7 +147,7 @@ class _EqualReads:
             return int(told[0][0])
 
         fetches = known[1] <= _NUM_FETCHED or self._fetches_all
-        found = news.tell((bits, tag), of_main, fetches, place)
+        found = news.tell((bits, tag), of_main, fetches, place, known[0])
         return bits if found is None else int(found)
 
 
