@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from typing import Any, Callable
 
 import numpy as np
@@ -240,8 +241,7 @@ def normalised_advantages(log: Log) -> Trained:
 # Logs, metrics and what follows from them
 
 
-@torch.jit.script
-def _scripted(loss: Tensor) -> Tensor:
+def _to_script(loss: Tensor) -> Tensor:
     return loss * 2 + loss.sqrt()
 
 
@@ -250,6 +250,9 @@ def losses_that_torch_reads_itself(log: Log) -> Trained:
     """Copies, seeds, arguments that are numbers, scripted, compiled and mapped functions, passes without gradients."""
     net = mlp()
     optimizer, compiled = SGD(net.parameters(), 0.05), torch.compile(lambda loss: loss * 2 + 1, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(_to_script)
     for x, y in loader(*data()):
         rows = F.mse_loss(net(x), y, reduction="none")
         loss, most = rows.mean(), rows.sum()
@@ -263,7 +266,7 @@ def losses_that_torch_reads_itself(log: Log) -> Trained:
         optimizer.zero_grad()
         with torch.no_grad():
             loss.backward(retain_graph=True)
-        compiled(_scripted(F.l1_loss(net(x), y))).backward()
+        compiled(scripted(F.l1_loss(net(x), y))).backward()
         torch.autograd.backward([0.01 * most, net[2].bias.sum()], [None, F.l1_loss(net(x), y)])
         optimizer.step()
         log(loss, copied, mapped, seeded.sum(), most)
