@@ -123,8 +123,7 @@ def whole(path: PathLike, tell: Callable[[str], None] = lambda folder: None) -> 
     with outside_steps(), written(path, tell) as partial:
         yield partial
         num_bytes = os.stat(partial).st_size  # not of `path`, which another job may replace or remove
-    seconds = time.perf_counter() - start
-    observed.note("checkpoint", path=final, bytes=num_bytes, seconds=seconds, in_background=False)
+    observed.note("checkpoint", path=final, bytes=num_bytes, seconds=time.perf_counter() - start, in_background=False)
 
 
 @contextlib.contextmanager

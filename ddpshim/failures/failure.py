@@ -5,13 +5,13 @@ torch's elastic agent takes the earliest failure as the root cause, so ranks tha
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import sys
 import threading
 import traceback
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, NoReturn, Optional
@@ -60,8 +60,7 @@ def begin_checks() -> None:
 
             getattr(unsynced_check, name)(*given)
 
-    by_hand, step = functools.partial(check, "check_by_hand"), functools.partial(check, "check_step")
-    observe(job.at_end, backward=by_hand, before_step=step)
+    observe(job.at_end, backward=partial(check, "check_by_hand"), before_step=partial(check, "check_step"))
 
 
 def end_with_parent() -> None:

@@ -15,7 +15,6 @@ import threading
 import time
 import traceback
 from collections.abc import Hashable, Mapping, Sequence
-from traceback import FrameSummary
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
@@ -69,11 +68,11 @@ _PASSES = "torch/autograd/", "ddpshim/model/mean_gradients.py"
 _WORLDS = ("ddpshim/job/world.py", "ddpshim/job/collectives.py")
 # Functions of ddpshim that wait for other ranks outside of torch.distributed's own functions.
 _WAITS = {
-    **dict.fromkeys((("ddpshim/job/collectives.py", name) for name in ("pairs", "wait")), "a message to all ranks"),
+    ("ddpshim/job/collectives.py", "wait"): "a message to all ranks",
     ("ddpshim/job/collectives.py", "table"): "a gather of tensors",
     ("ddpshim/job/collectives.py", "add_up"): "a sum of tensors",
     ("ddpshim/job/collectives.py", "backward"): "a sum of gradients",
-    **dict.fromkeys((("ddpshim/rows/blocks.py", name) for name in ("gather_alike", "wait")), "a gather of rows"),
+    ("ddpshim/rows/blocks.py", "wait"): "a gather of rows",
     ("ddpshim/job/collectives.py", "gather_with_deadline"): "World.gather_with_deadline",
     ("ddpshim/checkpoint/resume.py", "_meet"): "a check between two steps",
     ("ddpshim/model/guard.py", "_compare"): "the comparison of weights",
@@ -303,12 +302,12 @@ def begin(job: Job, here: World, timeout_s: float) -> Watch:
     return watch
 
 
-def place_of(stack: list[FrameSummary], progress: Progress, waits_on_gpu: bool = False) -> Standing:
+def place_of(stack: list[traceback.FrameSummary], progress: Progress, waits_on_gpu: bool = False) -> Standing:
     """Return the state of a rank with this stack, outermost frame first. Local."""
     stack = [frame for frame in stack if not short(frame.filename).startswith(_AROUND)]
     files = [(short(frame.filename), frame.name) for frame in stack]
     own = [frame for frame in stack if not is_torchs_or_ours(frame.filename)]
-    innermost = ([frame for frame in own if is_users(frame.filename)] or own or stack or [FrameSummary("", 0, "")])[-1]
+    inner = [frame for frame in own if is_users(frame.filename)] or own or stack
     if waits_on_gpu:
         waits_in: Optional[str] = f"backward pass {progress.num_passes}"
     elif progress.is_reducing and any(file.startswith(_PASSES) for file, _ in files):
@@ -317,7 +316,7 @@ def place_of(stack: list[FrameSummary], progress: Progress, waits_on_gpu: bool =
         waits_in = _collective(files, progress)
     found = (s[2] for s in _SECTIONS for at in files if s[0] in at[0] and s[1] in ("", at[1]))
     section = None if waits_in else next(found, None)
-    site = shown(innermost.filename, innermost.lineno) if stack else "at the end of its program"
+    site = shown(inner[-1].filename, inner[-1].lineno) if inner else "at the end of its program"
     if waits_in is not None and own:
         stack = stack[: stack.index(own[-1]) + 1]  # without torch's frames
     lines = "".join(traceback.format_list(stack[-_MOST_FRAMES:])).splitlines()

@@ -39,11 +39,10 @@ def listen() -> None:
         Path(os.environ[variables.RUN_DIR], LISTENS).touch()
     if _state.job is not current():
         unlisten()
-    if _previous or threading.current_thread() is not threading.main_thread():
-        return
-    _state.job = current()
-    for number in _NUMBERS:
-        _previous[number] = signal.signal(number, _note)
+    if not _previous and threading.current_thread() is threading.main_thread():
+        _state.job = current()
+        for number in _NUMBERS:
+            _previous[number] = signal.signal(number, _note)
 
 
 def unlisten(is_complete: bool = False) -> None:

@@ -47,9 +47,8 @@ def check_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if answer.is_settled or current().has_networks:  # wrap_parallel was called: see model/guard.py
         return
     has_closure = len(args) > 1 or kwargs.get("closure") is not None
-    if not has_closure and not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-        return
-    _refuse(f"{type(optimizer).__name__}.step()", answer)
+    if has_closure or any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        _refuse(f"{type(optimizer).__name__}.step()", answer)
 
 
 def check_by_hand(tensors: Any) -> None:
@@ -84,7 +83,7 @@ def graph_of(tensors: Any) -> Iterator[Any]:
 
 def _refuse(found: str, answer: Answer) -> None:
     """Raise SyncError about `found` if this is one of several processes that train separate models. Local."""
-    size = _num_alone(answer)
+    size = _num_alone()
     if size <= 1:
         answer.is_settled = True
         return
@@ -100,7 +99,7 @@ def _refuse(found: str, answer: Answer) -> None:
     )
 
 
-def _num_alone(answer: Answer) -> int:
+def _num_alone() -> int:
     """Return how many processes train separate models; 1 if they do not, or if the user wants that."""
     job = current()
     if job.world is not None:

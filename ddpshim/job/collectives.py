@@ -65,8 +65,9 @@ class WorldOfRanks(World):
         if len(set(places)) > 1:
             from ddpshim.failures.failure_notes import SAME_WAY
 
-            where = self.gather_with_deadline("crossed", f"{what} at {users_line()}", CROSSED_DEADLINE_S)
-            there = "; ".join(f"rank {rank} in {place}" for rank, place in where.items())
+            mine = [(own, place, True, f"is in {what} at {users_line()}")]  # a rank may compare `news` meanwhile
+            where = self.gather_with_deadline("apart", mine, CROSSED_DEADLINE_S)
+            there = "; ".join(f"rank {rank} {theirs[-1][-1]}" for rank, theirs in where.items())
             raise WorldError(
                 f"ranks met in different collectives: {there}. Their values would be confused. {SAME_WAY}."
             )
@@ -190,13 +191,15 @@ def begin_pairs(
             f"rank {here.rank} of {here.world_size} has left its job by cleanup(), so a collective would fail. "
             "Call cleanup() last."
         )
-    here._job.part(Progress).num_collectives += 1
+    progress = here._job.part(Progress)
+    progress.num_collectives += 1
     everyones = torch.empty((here.world_size, 2), dtype=torch.int64, device="cpu")
     mine = torch.tensor(own, dtype=torch.int64, device="cpu")
     work = begin_gather([*everyones.unbind()], mine, here._job.control)
 
     def wait() -> list[tuple[int, int]]:
-        work.wait(deadline)
+        with progress.waiting():
+            work.wait(deadline)
         return [tuple(theirs) for theirs in everyones.tolist()]
 
     return wait
@@ -208,14 +211,17 @@ def table(own: torch.Tensor, group: Any) -> torch.Tensor:
     if here is None or here.world_size == 1:
         return own.unsqueeze(0)
     everyones = own.new_empty((dist.get_world_size(group), *own.shape))
-    begin_gather([*everyones.unbind()], own.contiguous(), group).wait()
+    work = begin_gather([*everyones.unbind()], own.contiguous(), group)
+    with here._job.part(Progress).waiting():
+        work.wait()
     return everyones
 
 
 def add_up(own: torch.Tensor, group: Any) -> torch.Tensor:
     """Return the sum of all ranks' tensors, as a new tensor (collective)."""
     total = own.detach().clone()
-    dist.all_reduce(total, group=group)
+    with current().part(Progress).waiting():
+        dist.all_reduce(total, group=group)
     return total
 
 

@@ -11,12 +11,35 @@ from collections.abc import Callable
 from typing import Any
 
 from ddpshim.errors import WorldError
-from ddpshim.job.collectives import CROSSED_DEADLINE_S, begin_pairs, pairs
+from ddpshim.job.collectives import CROSSED_DEADLINE_S, begin_pairs
 from ddpshim.job.group import world
 from ddpshim.process.job import current
 
 _MOST = 256  # between two messages
 _NUM_REMEMBERED = 3  # comparisons that foretell the next one: a step of an actor and its critics has so many
+
+
+class Habit:
+    """What all ranks did between two comparisons, by what they had done before: a step is like an earlier one.
+
+    A message of the training may be sent before ranks compare what they do only if it is expected: gloo ends a process
+    that gets a message of another size, and NCCL hangs, before anything could name the difference.
+    """
+
+    def __init__(self) -> None:
+        self._before: tuple[int, ...] = ()
+        self._after: dict[tuple[int, ...], list[int]] = {}
+
+    def expected(self) -> list[int]:
+        """Return what all ranks do until the next comparison if they repeat a step; nothing if unknown. Local."""
+        return self._after.get(self._before, [])
+
+    def learn(self, did: list[int]) -> None:
+        """Note what all ranks did until a comparison; nothing if it was not equal. Local."""
+        if len(self._after) == _MOST:  # each step leaves out layers at random
+            self._after.clear()
+        self._after[self._before] = did
+        self._before = (*self._before, hash(tuple(did)))[-_NUM_REMEMBERED:]
 
 
 class News:
@@ -25,55 +48,31 @@ class News:
     def __init__(self) -> None:
         self.pending: list[tuple[tuple[int, int], Callable[[list[Any]], Any], str]] = []
         self.kinds: list[int] = []  # of what is pending
-        self.before: tuple[int, ...] = ()  # of what ranks told, before each of their last comparisons
-        self.known: dict[tuple[int, ...], list[int]] = {}  # what they told after these: one answer on all ranks
-
-    def take(self) -> tuple[list[Any], Callable[[bool], None]]:
-        """Return what is pending, and what is to be called with whether it was equal on all ranks. Local."""
-        told, kinds, self.pending, self.kinds = self.pending, self.kinds, [], []
-
-        def learn(is_equal: bool) -> None:
-            if len(self.known) == _MOST:
-                self.known.clear()
-            if is_equal and kinds:
-                self.known[self.before] = kinds
-                self.before = (*self.before, hash(tuple(kinds)))[-_NUM_REMEMBERED:]
-            elif not is_equal:
-                self.before = ()
-
-        return told, learn
+        self.habit = Habit()
 
 
 def tell(own: tuple[int, int], judge: Callable[[list[Any]], Any], waits: bool, place: str, kind: int = 0) -> Any:
     """Tell all ranks two integers: a number, and a hash of `place`, what this rank does, and where.
 
-    `judge` gets those of all ranks: now, and its answer is returned, or if they differ, with the next backward pass or
-    gather (collective if `waits`, and each _MOST times). Raises WorldError if ranks are at different places.
+    Ranks compare them now if `waits`, and each _MOST times (then collective), else with the next backward pass or
+    gather. If they differ, `judge` gets those of all ranks; returns its answer, or None if they are equal, or not
+    compared yet. Raises WorldError if ranks are at different places.
 
     Args:
         kind: a hash of what this rank does, which is the same when a step repeats it; equal if `own` and `place` are.
     """
-    news, here = current().part(News), world()
+    news, answers = current().part(News), list[Any]()
+    news.pending.append((own, lambda told: answers.append(judge(told)), place))
+    news.kinds.append(kind)
     if waits or len(news.pending) == _MOST:
         settle(place)
-    if waits:
-        told = pairs(own, here)
-        if any(theirs != own[1] for _, theirs in told):
-            raise _are_apart(here.gather_with_deadline("crossed", place, CROSSED_DEADLINE_S))
-        return judge(told)
-    news.pending.append((own, judge, place))
-    news.kinds.append(kind)
-    return None
+    return answers[0] if answers else None
 
 
 def is_foreseen() -> bool:
-    """Whether what this rank has told since the last comparison is what all ranks told there in an earlier step. Local.
-
-    If so, a message of the training may be sent before ranks compare it: one that is in another step settles first.
-    (gloo ends a process that gets a message of another size, and NCCL hangs.)
-    """
+    """Whether what this rank has told since the last comparison is what all told in an earlier step. Local."""
     news = current().part(News)
-    return news.known.get(news.before, [])[: len(news.kinds)] == news.kinds
+    return news.habit.expected()[: len(news.kinds)] == news.kinds
 
 
 def settle(place: str = "gathers, or ends a backward pass") -> None:
@@ -93,7 +92,7 @@ def compared(own: tuple[int, int], place: Callable[[], str]) -> Callable[[], dic
         place: returns what this rank does, and where. Called if something differs.
     """
     news, here = current().part(News), world()
-    told, learn = news.take()
+    told, kinds, news.pending, news.kinds = news.pending, news.kinds, [], []
     numbers = own, *(pair for pair, _, _ in told)
     packed = struct.pack(f"<{2 * len(numbers)}q", *(number for pair in numbers for number in pair))
     digest = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little", signed=True)
@@ -101,7 +100,8 @@ def compared(own: tuple[int, int], place: Callable[[], str]) -> Callable[[], dic
 
     def wait() -> dict[int, str]:
         is_equal = len({*answers()}) == 1
-        learn(is_equal)
+        if kinds:
+            news.habit.learn(kinds if is_equal else [])
         if is_equal:
             return {}
         mine = [*((*pair, False, where) for pair, _, where in told), (*own, True, place())]

@@ -37,7 +37,6 @@ from ddpshim.process.job_store import check_address, stay_on_this_machine
 from ddpshim.process.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
 from ddpshim.process.say import copy_to_screen, say
 from ddpshim.trainers.unedited.program import BEGAN, module_file
-from ddpshim.variables import PREFIX
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _NUM_LINES_SHOWN = 20
@@ -328,7 +327,7 @@ def _shown_on_screen(log: Path) -> Iterator[None]:
 
 def _resuming_command() -> str:
     """Return the command of this `run`, with the options in variables, that resumes in every case."""
-    named = {*variables.OF_USERS, *(f"{PREFIX}{name.upper()}" for name in Options.names())}
+    named = {*variables.OF_USERS, *(f"{variables.PREFIX}{name.upper()}" for name in Options.names())}
     given = {**{name: os.environ[name] for name in sorted(named & {*os.environ})}, "DDPSHIM_RESUME": "always"}
     assigned = [f"{name}={shlex.quote(value)}" for name, value in given.items()]
     return " ".join([*assigned, shlex.join(["python", "-m", "ddpshim", *sys.argv[1:]])])

@@ -27,7 +27,8 @@ class Passes:
         self.losses: Any = None  # of the outermost pass that is under way
         self.keeps_graph = False  # whether that pass has create_graph
         self.before: list[Callable[[], None]] = []  # called before each outermost pass
-        self.after: list[Callable[[], None]] = []  # called after each outermost pass, as a part of it
+        self.after: list[Callable[[], None]] = []  # called after each outermost pass, as a part of it: gradients' means
+        self.at_end: list[Callable[[], None]] = []  # called after these
         self.once_after: list[Callable[[], None]] = []  # called after the outermost pass that is under way
         # Returns the name of a network whose gradients are being sent to other ranks; None if there is none.
         self.unfinished: Callable[[], Optional[str]] = lambda: None
@@ -80,7 +81,7 @@ def _watching(original: Callable[..., None], passes: Passes) -> Callable[..., No
         try:
             original(*args, **kwargs)
             if passes.depth == 1:
-                for call in passes.after:
+                for call in (*passes.after, *passes.at_end):
                     call()
                 _look_for_nan(passes.losses, number)
         except BaseException as error:

@@ -39,8 +39,7 @@ def facts_of(module: nn.Module, with_buffers: bool, optimizers: Optimizers) -> t
     tensors: Tensors = {f"parameter '{name}'": p for name, p in module.named_parameters()}
     if with_buffers:
         # No row tensor: it is each rank's own.
-        buffers = [pair for pair in module.named_buffers() if type(pair[1]) is torch.Tensor]
-        tensors.update((f"buffer '{name}'", buffer) for name, buffer in buffers)
+        tensors.update((f"buffer '{name}'", b) for name, b in module.named_buffers() if type(b) is torch.Tensor)
     settings = {
         f"{key} of group {number} of {type(optimizer).__name__} {i}": repr(_plain(value))
         for i, optimizer in enumerate(optimizers)
@@ -48,17 +47,15 @@ def facts_of(module: nn.Module, with_buffers: bool, optimizers: Optimizers) -> t
         for key, value in group.items()
         if key not in ("params", "param_names")
     }
-    return settings, {**tensors, **_state_of(optimizers, module)}
+    return settings, {**tensors, **dict(_state_of(optimizers, module))}
 
 
-def _state_of(optimizers: Optimizers, module: nn.Module) -> Tensors:
+def _state_of(optimizers: Optimizers, module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     names = {id(p): name for name, p in module.named_parameters()}
-    found: Tensors = {}
     for i, optimizer in enumerate(optimizers):
         for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             title = f"of '{names[id(p)]}'" if id(p) in names else f"of parameter {number}"
-            found.update(_tensors_in(optimizer.state.get(p, {}), f"{title} in {type(optimizer).__name__} {i}"))
-    return found
+            yield from _tensors_in(optimizer.state.get(p, {}), f"{title} in {type(optimizer).__name__} {i}")
 
 
 def _tensors_in(value: Any, title: str) -> Iterable[tuple[str, torch.Tensor]]:

@@ -66,8 +66,7 @@ class GuardState:
         self.owned: list[torch.Tensor] = []
         self.companions: list[nn.Module] = []  # not trained, but must be equal
         # The wrappers that an optimizer's last step changed, by id, with their num_reductions.
-        self.steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[Reduced, int]]]
-        self.steps = weakref.WeakKeyDictionary()
+        self.steps = weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[Reduced, int]]]()
         # How many steps of all came before an optimizer's first, its number on all ranks.
         self.numbers = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self.num_steps, self.rates = 0, list[float]()  # of optimizers: steps so far, and the last learning rates
@@ -255,12 +254,11 @@ def compares_passes() -> bool:
     return bool(_watched().owners) and world().options.guard
 
 
-def agree_on_pass(network: str, gradients: Sequence[int], cure: Optional[str] = None) -> Callable[[], int]:
+def agree_on_pass(network: str, gradients: Sequence[int], cure: Optional[str] = None) -> Callable[[], None]:
     """Begin to compare the gradients of this backward pass (collective, does not wait).
 
-    Returns what waits for the others, and returns a number for these gradients. It raises SyncError on all ranks if
-    they are not in one pass with the same gradients. The message is as those of World: a rank that is in another
-    collective sees it, and does not hang.
+    Returns what waits for the others. It raises SyncError on all ranks if they are not in one pass with the same
+    gradients. The message is as those of World: a rank that is in another collective sees it, and does not hang.
 
     Args:
         network: the name of the network, or the names.
@@ -279,9 +277,9 @@ def agree_on_pass(network: str, gradients: Sequence[int], cure: Optional[str] = 
 
     wait = compared((zlib.crc32(repr((num_passes, num_steps, rates)).encode(), kind), _IN_A_PASS), place)
 
-    def agreed() -> int:
+    def agreed() -> None:
         if not (where := wait()):
-            return kind
+            return
         from ddpshim.failures.failure_notes import SAME_WAY
 
         ranks = [f"rank {rank} {where.get(rank, 'is in no backward pass')}" for rank in range(here.world_size)]

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpshim.job.collectives import Buffers, broadcast_state
+from ddpshim.job.news import Habit
 from ddpshim.job.world import world
 from ddpshim.model import backward, guard
 from ddpshim.model.wrapper import BareModule
@@ -29,9 +30,6 @@ from ddpshim.process.devices import is_capturing
 from ddpshim.process.job import current
 from ddpshim.process.observed import Progress
 from ddpshim.process.replaced import replaced
-
-_NUM_REMEMBERED = 3  # passes that tell the next one: a step of an actor and its critics has so many kinds
-_MOST_KEPT = 256
 
 
 class MeanGradients(guard.Reduced, BareModule):
@@ -58,11 +56,7 @@ class MeanGradients(guard.Reduced, BareModule):
 
 
 class Means:
-    """The gradients of the backward pass that is under way, of all networks of a job.
-
-    A pass sends messages before ranks have compared it only if it goes on as it did after the same passes before. gloo
-    ends a process that gets a message of another size, and NCCL hangs, before anything could name the difference.
-    """
+    """The gradients of the backward pass that is under way, of all networks of a job."""
 
     def __init__(self) -> None:
         self._cap = 0
@@ -74,11 +68,10 @@ class Means:
         # Messages under way: the work, and gradients with what to write into them when it has ended.
         self._sent: list[tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]] = []
         self._next: Optional[Iterator[int]] = None  # of the expected parameters; None if ranks do not compare them
-        self._before: tuple[int, ...] = ()  # the last passes
-        self._expected: dict[tuple[int, ...], list[int]] = {}  # the parameters of the pass after these
+        self._habit = Habit()  # the parameters of passes
         passes = current().part(backward.Passes)
         passes.before.append(self._begin)
-        passes.after.insert(0, self._finish)
+        passes.after.append(self._finish)
         passes.unfinished = lambda: next((type(network.module).__name__ for network in self.networks_of_pass()), None)
 
     def add(self, network: MeanGradients, parameters: Sequence[Any], cap: int) -> None:
@@ -87,8 +80,7 @@ class Means:
         for p in parameters:
             self._numbers[id(p)] = len(self._parameters)
             self._parameters.append(p)  # which also keeps its id from being used again
-            handle = p.register_post_accumulate_grad_hook(lambda p: self._take(network, p))
-            current().at_end.callback(handle.remove)
+            current().at_end.callback(p.register_post_accumulate_grad_hook(lambda p: self._take(network, p)).remove)
 
     def networks_of_pass(self) -> list[MeanGradients]:
         return [*dict.fromkeys(self._taken.values())]
@@ -108,11 +100,9 @@ class Means:
             name = next((name for name, other in network.module.named_parameters() if other is p), "?")
             raise backward.second_gradient(f"parameter '{name}' of {type(network.module).__name__}")
         if not self._taken:
-            self._next = iter(self._expected.get(self._before, ())) if world().options.guard else None
+            self._next = iter(self._habit.expected()) if world().options.guard else None
         self._taken[number] = network
-        if self._next is None:
-            self._add_to_message(p)
-        elif self._left or next(self._next, None) != number:
+        if self._next is not None and (self._left or next(self._next, None) != number):
             self._left.append(p)
         else:
             self._add_to_message(p)
@@ -163,12 +153,10 @@ class Means:
         if world().options.guard and not is_captured:
             numbers = [*self._taken]
             agreed = guard.agree_on_pass(", ".join(type(network.module).__name__ for network in networks), numbers)
-            if self._ready and numbers == self._expected.get(self._before):
+            if self._ready and numbers == self._habit.expected():
                 self._send()
-            if len(self._expected) == _MOST_KEPT:  # each pass leaves out layers at random
-                self._expected.clear()
-            self._expected[self._before] = numbers
-            self._before = (*self._before, agreed())[-_NUM_REMEMBERED:]
+            agreed()
+            self._habit.learn(numbers)
         for network in networks:  # a pass under no_sync may have used parameters that this one did not
             postponed = network._postponed.items()
             more = [p for number, p in postponed if number not in self._taken and p.grad is not None]
@@ -182,7 +170,8 @@ class Means:
         for network in networks:
             network._sent_buffers.start()
         for work, writes in self._sent:
-            work.wait()
+            with progress.waiting():
+                work.wait()
             for gradient, mean in writes:
                 gradient.copy_(mean)
         for network in networks:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import platform
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from numbers import Real
@@ -16,9 +15,9 @@ import torch
 from ddpshim.job.group import world
 from ddpshim.job.world import World
 from ddpshim.observe import records
+from ddpshim.observe.step_times import StepTimes
 from ddpshim.process import machine
 from ddpshim.process.job import current
-from ddpshim.process.observed import StepClock, observe
 from ddpshim.process.say import say
 from ddpshim.version import __version__
 
@@ -100,68 +99,6 @@ class Recorder:
     def write_epoch(self, epoch: int, phase: str, own: Mapping[str, Any], counted: records.Record) -> None:
         """Record a pass over data, with this rank's metrics and what was counted in it. Local."""
         records.note("epoch", epoch=epoch, phase=phase, own=numbers(own), memory=_memory(self._device), **counted)
-
-
-class StepTimes:
-    """Counts this process's steps from its creation to the end of the job: `current().part(StepTimes)`. Local.
-
-    A step has three times: waiting for data, the optimizer, and the rest ("compute"), communication included. A GPU
-    works on while the host continues, so its time is counted where the host waits for it.
-
-    A batch of any of torch's loaders begins a step; without loaders each step of an optimizer ends one. A loop under
-    torch.no_grad(), saves, episodes, and what follows a loader's last batch, count to no step.
-    """
-
-    def __init__(self) -> None:
-        job = current()
-        self._clock, self._thread = job.part(StepClock), threading.get_ident()
-        self._seconds = dict.fromkeys(records.PARTS, 0.0)
-        self._num_batches = self._num_optimizer_steps = 0
-        self._part: Optional[str] = None  # None: no step
-        self._since = self._clock.now()
-        of_steps = {"before_step": self._begin_optimizer, "after_step": self._end_optimizer}
-        observe(job.at_end, around_batch=self._waiting, **of_steps)
-
-    def read(self, since: Optional[records.Record] = None, leaves_step: bool = False) -> records.Record:
-        """Return `steps`, and `seconds` by part, counted up to now, or between an earlier answer and now.
-
-        Each moment of a step belongs to one part. With `leaves_step`, the time until the next batch counts to no step.
-        """
-        self._become(None if leaves_step else self._part)
-        before = since or {"steps": 0, "seconds": dict.fromkeys(records.PARTS, 0.0)}
-        seconds = {part: round(s - before["seconds"][part], 6) for part, s in self._seconds.items()}
-        return {"steps": (self._num_batches or self._num_optimizer_steps) - before["steps"], "seconds": seconds}
-
-    @contextlib.contextmanager
-    def _waiting(self, _: Any) -> Iterator[None]:
-        # Not where one loader reads another, or a thread fetches ahead.
-        if self._part == "data_wait" or threading.get_ident() != self._thread or not torch.is_grad_enabled():
-            yield
-            return
-        arrived = None
-        self._become("data_wait")
-        try:
-            yield
-            arrived = "compute"
-            self._num_batches += 1
-        finally:
-            self._become(arrived)
-
-    def _begin_optimizer(self, *_: Any) -> None:
-        # Not inside of another optimizer's step, or that of its base class, nor after the last batch.
-        if self._part == "compute" or not self._num_batches:
-            self._become("optimizer")
-
-    def _end_optimizer(self, *_: Any) -> None:
-        if self._part == "optimizer":
-            self._num_optimizer_steps += 1
-            self._become("compute")
-
-    def _become(self, part: Optional[str]) -> None:
-        now = self._clock.now()
-        if self._part is not None:
-            self._seconds[self._part] += now - self._since
-        self._part, self._since = part, now
 
 
 def _memory(device: torch.device) -> dict[str, int]:

@@ -21,7 +21,6 @@ from ddpshim.process.say import say
 from ddpshim.reading import read_bytes
 
 FOLDER = "ddpshim"
-PARTS = ("data_wait", "compute", "optimizer")  # of the time of a step
 _NAME = re.compile(r"rank_(0|[1-9][0-9]{0,8})\.jsonl")
 
 PathLike = Union[str, os.PathLike[str]]

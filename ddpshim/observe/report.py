@@ -13,7 +13,8 @@ from typing import Any, Optional
 
 from ddpshim.errors import ReportError
 from ddpshim.observe import records
-from ddpshim.observe.records import PARTS, Record, main_loss
+from ddpshim.observe.records import Record, main_loss
+from ddpshim.process.observed import PARTS
 from ddpshim.process.say import count, ranks_called, say, size
 
 _FACTS = ("world_size", "backend", "device", "gpu", "seed", "options", "ddpshim", "torch", "Python")
@@ -200,11 +201,12 @@ def tables(run: Run) -> dict[str, Rows]:
 
 def table_of_times(by_rank: Mapping[int, Record]) -> Rows:
     """Return a row for each rank's record of steps, below the names of the columns. Local."""
-    rows = [["rank", "steps", "ms a step", *(part.replace("_", " ") for part in PARTS), "memory, most"]]
+    parts = _used_parts(by_rank)
+    rows = [["rank", "steps", "ms a step", *(part.replace("_", " ") for part in parts), "memory, most"]]
     for rank, record in by_rank.items():
         steps, seconds = record["steps"], record["seconds"]
         total = sum(seconds.values())
-        shares = [f"{100 * seconds[part] / total:.0f}%" if total else "" for part in PARTS]
+        shares = [f"{100 * seconds[part] / total:.0f}%" for part in parts]
         peak = (record.get("memory") or {}).get("peak_rss")
         rows.append([str(rank), str(steps), f"{1000 * total / max(steps, 1):.2f}", *shares, size(peak) if peak else ""])
     return rows
@@ -256,10 +258,14 @@ def figure(run: Run) -> Any:
         above, below = ([abs(end[i] - rate) for end, rate in zip(ends, rates.values())] for i in (-1, 0))
         draw(2, where, rates, error_y={"type": "data", "symmetric": False, "array": above, "arrayminus": below})
     timed = run.timed()
-    for part in PARTS:
+    for part in _used_parts(timed):
         ms = [1000 * record["seconds"][part] / record["steps"] for record in timed.values()]
         drawn.add_trace(go.Bar(x=[f"rank {rank}" for rank in timed], y=ms, name=part.replace("_", " ")), row=3, col=1)
     return drawn.update_layout(barmode="stack", height=1100)
+
+
+def _used_parts(by_rank: Mapping[int, Record]) -> list[str]:
+    return [part for part in PARTS if any(record["seconds"].get(part) for record in by_rank.values())]
 
 
 def _safe(text: str) -> str:

@@ -14,6 +14,7 @@ from ddpshim.process.job import current
 from ddpshim.process.replaced import replaced
 
 Call = Callable[..., Any]
+PARTS = ("data_wait", "message_wait", "compute", "optimizer")  # of the time of a step
 _records: Any = None
 
 
@@ -90,6 +91,7 @@ class Progress:
     num_collectives = 0  # of `World`
     batch: Optional[tuple[int, int]] = None  # epoch and step of the last batch from `make_loader`
     is_reducing = False  # the host is in a backward pass: it computes, or waits for other ranks
+    waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # for other ranks' messages
     _event: Any = None
 
     def end_pass(self, is_on_gpu: bool) -> None:

@@ -161,6 +161,7 @@ class Windows:
         self._settings = _settings(dataset)
         demos = dataset.demos
         self._starts = np.array([dataset._demo_id_to_start_indices[demo] for demo in demos])
+        self._ends = np.array([*self._starts[1:], len(dataset)])
         self._lengths = np.array([dataset._demo_id_to_demo_length[demo] for demo in demos])
         self._first_rows = np.concatenate([[0], np.cumsum(self._lengths)[:-1]])
         self._before = dataset.n_frame_stack - 1
@@ -182,16 +183,15 @@ class Windows:
         self._languages = _languages(dataset)
 
     def _refuse_strange_tables(self) -> None:
-        of, ends = self.dataset, [*self._starts[1:], len(self.dataset)]
-        demo_of = of._index_to_demo_id
-        if len(set(of.demos)) != len(of.demos) or any(
+        demos, demo_of = self.dataset.demos, self.dataset._index_to_demo_id
+        if len(set(demos)) != len(demos) or any(
             demo_of.get(index) != demo
-            for demo, start, end in zip(of.demos, self._starts, ends)
+            for demo, start, end in zip(demos, self._starts, self._ends)
             for index in range(start, end)
         ):
             raise Unproven("its samples do not lie demonstration by demonstration")
-        last = ends - self._starts + self._offset
-        if (last > self._lengths).any() or not (ends > self._starts).all():
+        num = self._ends - self._starts
+        if (num + self._offset > self._lengths).any() or not (num > 0).all():
             raise Unproven("a demonstration is shorter than what is stacked of it")
 
     def _map(self, key: str, found: list[Any]) -> None:
@@ -270,8 +270,7 @@ class Windows:
         """Return a few positions, those at the ends of demonstrations among them."""
         draw, num_demos = random.Random(0), len(self._starts)
         some = {0, num_demos - 1, *draw.sample(range(num_demos), min(num_demos, _NUM_COMPARED_DEMOS))}
-        ends = [*self._starts[1:], len(self.dataset)]
-        edges = {int(edge) for demo in some for edge in (self._starts[demo], ends[demo] - 1)}
+        edges = {int(edge) for demo in some for edge in (self._starts[demo], self._ends[demo] - 1)}
         return {*edges, *(draw.randrange(len(self.dataset)) for _ in some)}
 
 

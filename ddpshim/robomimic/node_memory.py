@@ -31,6 +31,7 @@ from ddpshim.failures import failure
 from ddpshim.job.group import world as current_world
 from ddpshim.job.world import World
 from ddpshim.process import machine
+from ddpshim.process.observed import called
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import described, say_once, size
 
@@ -108,10 +109,10 @@ class SharedArrays(Mapping[str, torch.Tensor]):
     def __init__(self, descriptor: int, specs: Mapping[str, Spec]) -> None:
         self.descriptor, self._specs = descriptor, dict(specs)
         weakref.finalize(self, os.close, descriptor)
-        self._offsets, num_bytes = _layout(specs)
+        offsets, num_bytes = _layout(specs)
         memory = mmap.mmap(descriptor, num_bytes)
         self._arrays = {
-            name: torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=self._offsets[name]).view(*shape)
+            name: torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=offsets[name]).view(*shape)
             if math.prod(shape)
             else torch.empty(*shape, dtype=dtype, device="cpu")  # torch refuses an empty buffer
             for name, (shape, dtype) in specs.items()
@@ -233,13 +234,11 @@ def shared_cache(kind: Any, here: World) -> Iterator[None]:
             dataset.hdf5_cache_mode, dataset.getitem_cache = "low_dim", _Items(dataset)
         return Demos(arrays, shape)
 
-    @functools.wraps(init)
-    def init_and_restore(dataset: Any, *args: Any, **options: Any) -> None:
-        init(dataset, *args, **options)
+    def restore(dataset: Any, _: Any) -> None:
         if hasattr(dataset, "getitem_cache"):
             dataset.hdf5_cache_mode = "all"
 
-    with replaced(kind, "__init__", init_and_restore), replaced(kind, "load_dataset_in_memory", load_shared):
+    with replaced(kind, "__init__", called(init, after=restore)), replaced(kind, "load_dataset_in_memory", load_shared):
         yield
 
 

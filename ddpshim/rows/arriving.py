@@ -114,21 +114,17 @@ def _compute(arrivals: _Arrivals) -> None:
         del arrivals.steps[0]
 
 
-def land(kind: type = _T) -> None:
-    """Wait for all numbers that are under way, whose messages all ranks have sent: they are ordinary tensors then.
-
-    `kind`: their class instead, without a wait, if the job ends.
-    """
+def land() -> None:
+    """Wait for all numbers that are under way, whose messages all ranks have sent: they are ordinary tensors then."""
     arrivals = current().part(_Arrivals)
     if not arrivals.numbers:
         return
     with arrivals.lock, torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        if kind is _T:
-            _compute(arrivals)
+        _compute(arrivals)
         for made in arrivals.numbers:
             number = made()
             if number is not None:
-                number.__class__ = kind
+                number.__class__ = _T
         arrivals.numbers.clear()
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ddpshim.job.collectives import begin_gather, group
 from ddpshim.job.news import settle
 from ddpshim.process.job import current
+from ddpshim.process.observed import Progress
 
 _SENT_AS_THEY_ARE = (torch.float32, torch.float64, torch.int64)  # others as bytes: backends lack some
 LEAST_ROWS = 2  # in a block: a dimension of one row has no strides that show the memory layout of the whole
@@ -113,6 +114,10 @@ def gather(block: torch.Tensor, dim: int, part: Part, waits: Optional[list[Any]]
 
     With a list `waits` it does not wait: its values are there when what was added to the list has been called in order.
     """
+    if torch.is_inference_mode_enabled():  # gloo's thread may not write into its tensors (seen with torch 2.1)
+        with torch.inference_mode(False):
+            made = gather(block, dim, part)
+        return made.clone()
     here = ranks()
     counts, shape, strides, is_simple = _plan(part, here, dim, block.shape, block.stride(), block.dtype)
     whole = torch.empty_strided(shape, strides, dtype=block.dtype, device=block.device)
@@ -174,7 +179,8 @@ def gather_alike(
     work = begin_gather(everyones, own, group())
 
     def wait(_: torch.Tensor = own) -> None:  # whose memory is in use until then
-        work.wait()
+        with current().part(Progress).waiting():
+            work.wait()
 
     wait() if waits is None else waits.append(wait)
     return everyones
@@ -187,7 +193,8 @@ def added_up(tensor: torch.Tensor) -> torch.Tensor:
     dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
     total = tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
     if ranks().size > 1:
-        dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=group())
+        with current().part(Progress).waiting():
+            dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=group())
     return total.to(tensor.dtype)
 
 

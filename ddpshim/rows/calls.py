@@ -297,7 +297,7 @@ def installed() -> Iterator[None]:
             undo.enter_context(replaced(owner, name, value))
 
         undo.callback(end_rows)
-        undo.enter_context(gradients.installed())
+        gradients.install(undo)
         # It keeps torch's nn.Module.__call__ when it is imported, which the first wrapper does anyway.
         importlib.import_module("torch._dynamo")
         calls = current().part(Calls)

@@ -10,7 +10,6 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Iterator
 from typing import Any, Callable
 
 import torch
@@ -309,26 +308,20 @@ def stand_in(original: Callable[..., Any], instead: Callable[..., Any]) -> Calla
     return called
 
 
-@contextlib.contextmanager
-def installed() -> Iterator[None]:
-    """Within this block, torch's functions of gradients know row tensors."""
-    with contextlib.ExitStack() as undo:
-
-        def put(owner: Any, name: str, value: Any) -> None:
-            undo.enter_context(replaced(owner, name, value))
-
-        for owner, name, instead in (
-            (torch.autograd, "backward", _backward_of_rows),
-            (torch.autograd, "grad", _grad),
-            (T, "register_hook", _register_hook),
-            (T, "retain_grad", _retain_grad),
-            (T, "register_post_accumulate_grad_hook", _register_post_hook),
-            (torch.autograd.graph, "register_multi_grad_hook", _refuse_rows),
-        ):
-            put(owner, name, stand_in(getattr(owner, name), instead))
-        put(torch.autograd.Function, "apply", apply_of_rows(vars(torch.autograd.Function)["apply"]))
-        put(torch_checkpoint.CheckpointFunction, "apply", staticmethod(_checkpoint))
-        current().part(Passes).after.append(arriving.land)  # after the gradients
-        if hasattr(torch_checkpoint, "_NoopSaveInputs"):
-            put(torch_checkpoint._NoopSaveInputs, "apply", staticmethod(_saved))
-        yield
+def install(undo: contextlib.ExitStack) -> None:
+    """Make torch's functions of gradients know row tensors, until `undo` is closed. Local."""
+    for owner, name, instead in (
+        (torch.autograd, "backward", _backward_of_rows),
+        (torch.autograd, "grad", _grad),
+        (T, "register_hook", _register_hook),
+        (T, "retain_grad", _retain_grad),
+        (T, "register_post_accumulate_grad_hook", _register_post_hook),
+        (torch.autograd.graph, "register_multi_grad_hook", _refuse_rows),
+    ):
+        undo.enter_context(replaced(owner, name, stand_in(getattr(owner, name), instead)))
+    of_functions = apply_of_rows(vars(torch.autograd.Function)["apply"])
+    undo.enter_context(replaced(torch.autograd.Function, "apply", of_functions))
+    undo.enter_context(replaced(torch_checkpoint.CheckpointFunction, "apply", staticmethod(_checkpoint)))
+    if hasattr(torch_checkpoint, "_NoopSaveInputs"):
+        undo.enter_context(replaced(torch_checkpoint._NoopSaveInputs, "apply", staticmethod(_saved)))
+    current().part(Passes).at_end.append(arriving.land)

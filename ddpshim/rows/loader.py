@@ -7,6 +7,7 @@ import copy
 import itertools
 import os
 import secrets
+import sys
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,6 @@ from ddpshim.process.say import say_on_main, say_once
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks
 from ddpshim.rows.probe import DRAWS, Found, first_difference, probed
-from ddpshim.rows.relay import IS_POSSIBLE, Address
 from ddpshim.rows.samples import Batches, Numbered, Own, joins_samples, name_of, walked
 from ddpshim.rows.tensor import Counts, Rows, leaves
 
@@ -37,6 +37,7 @@ T_co = TypeVar("T_co", covariant=True)
 _TorchsLoader = torch_data.DataLoader  # now: `trainers` replaces the name
 
 _END = object()
+_HAS_LINES = sys.platform == "linux"  # for data workers of a node (`relay`)
 _MOST_DRAWS = 1000  # states of a pass, of some kilobytes, that every progress file holds
 
 
@@ -202,7 +203,7 @@ class DataLoader(torch_data.DataLoader[T_co], Enterable):
         self._num_waits -= waits
 
         def judge(told: list[Any]) -> None:
-            if all(one == told[0] for one in told):
+            if len({*told}) == 1:  # something else differs
                 return
             of_ranks = world().gather(repr(_kinds(batch)))
             raise DataError(
@@ -288,14 +289,21 @@ def rows_loader(loader: DataLoader[Any], source: Any) -> Any:
     is_apart = loader.num_workers > 0 and not isinstance(loader.dataset, getattr(torch_data, "IterDataPipe", ()))
     if not (is_apart or is_torchs):
         return None
-    is_relayed = is_apart and here.local_world_size > 1 and IS_POSSIBLE and not any(f.is_shared for _, f in told)
-    token = here.broadcast(secrets.token_hex(16))
+    is_relayed = is_apart and here.local_world_size > 1 and _HAS_LINES and not any(f.is_shared for _, f in told)
+    address, token = None, here.broadcast(secrets.token_hex(16))
+    if is_relayed:
+        from ddpshim.rows.relay import Address
+
+        name = f"{token}/{here.node_rank}"  # several nodes may be of one machine, as containers are
+        address = Address(name, here.rank, here.local_rank, here.local_world_size)
+    counts = current().part(Counts)
+    counts.num_workers = max(counts.num_workers, loader.num_workers)
     if is_torchs and not fetches_own and here.world_size > 1:
-        _say_how(loader, next(theirs.why for _, theirs in told if theirs.why), is_relayed)
+        why = next(theirs.why for _, theirs in told if theirs.why)
+        counts.has_drawn |= why == DRAWS
+        _say_how(loader, why, is_relayed)
     made: Any = copy.copy(source)
     made.__class__ = _TorchsLoader
-    name = f"{token}/{here.node_rank}"  # several nodes may be of one machine, as containers are
-    address = Address(name, here.rank, here.local_rank, here.local_world_size) if is_relayed else None
     batches = Batches(source, collate, address, fetches_own)
     vars(made).update(dataset=batches, collate_fn=_as_it_is, in_order=True, _iterator=None)
     if is_stream:

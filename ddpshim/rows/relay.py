@@ -11,7 +11,6 @@ import io
 import os
 import socket
 import struct
-import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Listener
@@ -21,7 +20,6 @@ import torch
 
 from ddpshim.errors import DataError
 
-IS_POSSIBLE = sys.platform == "linux"
 _RETRY_S = 0.005
 _UID = struct.Struct("3i")  # what SO_PEERCRED gives: process, user, group
 

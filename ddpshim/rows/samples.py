@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import torch
 from torch.utils import data as torch_data
@@ -19,7 +19,9 @@ from ddpshim.errors import DataError
 from ddpshim.failures import failure
 from ddpshim.process.random_streams import changed, global_states, restore_global_states
 from ddpshim.rows import blocks
-from ddpshim.rows.relay import Address, Lines
+
+if TYPE_CHECKING:
+    from ddpshim.rows.relay import Address, Lines
 
 
 class Own(NamedTuple):
@@ -117,6 +119,8 @@ class Batches:
             object.__setattr__(info, "dataset", self.dataset)
         if self._address is not None:
             failure.end_with_parent()  # while it waits for a worker of another rank
+            from ddpshim.rows.relay import Lines
+
             self._lines = Lines(self._address, worker)
         if self._start is not None and self._fetches_here():
             self._noting_errors(self._start, worker)

@@ -51,6 +51,8 @@ class Counts:
         self.refused: dict[str, str] = {}  # why calls were not captured, by the name of the network
         self.gathered: Counter[tuple[str, str]] = Counter()  # number, by line of the program and function
         self.num_bytes: Counter[tuple[str, str]] = Counter()  # of the wholes, in the same way
+        self.num_workers = 0  # the most of a loader
+        self.has_drawn = False  # whether samples of a loader draw, so that each node loads whole batches
         self.is_fetching = self.is_alone = self.is_searching = False  # within the contexts below
         self.lock: Callable[[], str] = str  # returns the file whose lock this rank holds, for which others wait, or ""
         self._thread, self._process = threading.get_ident(), os.getpid()
@@ -225,9 +227,8 @@ class EndedRows(Rows):
 
 def end_rows() -> None:
     """Make each row tensor, or loss under way, that outlives the job an error where it is used. Local."""
-    arriving.land(EndedRows)
-    for one in live(Rows):
-        if type(one) is Rows:
+    for one in (*live(Rows), *live(arriving.Arriving)):
+        if type(one) is not EndedRows:
             one.__class__ = EndedRows
 
 
@@ -254,7 +255,9 @@ def write_back(copies: list[Any]) -> None:
 
 def parameters_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the leaves from which torch's functions compute `tensor`; none if it takes many, or others. Local."""
-    found, left = [tensor] if tensor.is_leaf else [], [tensor.grad_fn]
+    if tensor.is_leaf:
+        return [tensor]
+    found, left = list[torch.Tensor](), [tensor.grad_fn]
     for num, node in enumerate(left):
         if num == _MOST_NODES or isinstance(node, torch.autograd.function.BackwardCFunction):
             return []

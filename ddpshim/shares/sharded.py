@@ -167,7 +167,6 @@ class Shares:
         self._here, self._is_torchs = here, is_torchs
         self._next = 0, 0  # epoch and first step of the next pass
         self._pass: tuple[Iterable[list[Any]], int, int] = (), 0, 0  # batches, epoch, first step
-        self._drawn: Optional[list[list[Any]]] = None  # the main rank's, of this pass
         self._restored: Optional[list[list[Any]]] = None
 
     def __len__(self) -> int:
@@ -194,15 +193,14 @@ class Shares:
         return self._own(*self._pass)  # now: another pass may begin before the first batch of this one
 
     def _draw(self, epoch: int) -> list[list[Any]]:
-        drawn, self._restored = self._restored, None
-        if drawn is None:
-            for one in layers(self.batches):
-                if hasattr(one, "set_epoch"):
-                    one.set_epoch(epoch)
-            with shared_random_streams(derive_seed(self._here.seed or 0, "order", epoch)):
-                drawn = [[*batch] for batch in self.batches]
-        self._drawn = drawn
-        return drawn
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            return restored
+        for one in layers(self.batches):
+            if hasattr(one, "set_epoch"):
+                one.set_epoch(epoch)
+        with shared_random_streams(derive_seed(self._here.seed or 0, "order", epoch)):
+            return [[*batch] for batch in self.batches]
 
     def _own(self, batches: Iterable[list[Any]], epoch: int, first: int) -> Iterator[list[Any]]:
         here = self._here
@@ -220,7 +218,7 @@ class Shares:
         """Return, on the main rank, an order that does not follow from seed and epoch. Local."""
         if self._is_torchs or not self._here.is_main:
             return None
-        return {"batches": self._drawn, "generators": generator_states(self.batches)}
+        return {"batches": self._pass[0], "generators": generator_states(self.batches)}
 
     def restore(self, state: Optional[dict[str, Any]], is_inside: bool) -> None:
         """Take the `state` of an interrupted run: its pass goes on if `is_inside`, else the next follows. Local."""

@@ -26,20 +26,22 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Optional
+
+import torch
 
 from ddpshim import variables
 from ddpshim.checkpoint.progress_folder import THE_BEGINNING
 from ddpshim.errors import CertificateError, LaunchError
 from ddpshim.launch.runner import Launch, make_log_dir, nodes_of_scheduler, run
 from ddpshim.options import Options
+from ddpshim.process.devices import computes_on
 from ddpshim.process.say import count, say
 from ddpshim.reading import read_bytes
 from ddpshim.tools import new_files
-from ddpshim.variables import PREFIX, ROWS, UNEDITED
 
 SCHEMA = 1
 _FIELDS = ("program", "exact", "every", "seed", "facts", "is_complete")
@@ -205,8 +207,6 @@ def _other_facts(found: dict[str, Any], program: Sequence[str]) -> Iterator[str]
 
 def _other_machine(there: dict[str, Any]) -> Iterator[str]:
     """Yield what rounds differently here."""
-    import torch
-
     here = environment(torch.device("cuda" if "GPU" in there and torch.cuda.is_available() else "cpu"))
     for name in ("GPU", "CPU", "torch", "python"):
         if there.get(name) != here.get(name):
@@ -358,10 +358,8 @@ def version(package: str) -> str:
     return ""
 
 
-def environment(device: Any) -> dict[str, Any]:
+def environment(device: torch.device) -> dict[str, Any]:
     """Return what decides the last bit beside code and data: hardware, versions, variables."""
-    from ddpshim.process.devices import computes_on
-
     return {
         **computes_on(device),
         "python": platform.python_version(),
@@ -371,7 +369,7 @@ def environment(device: Any) -> dict[str, Any]:
 
 def names_of_variables() -> set[str]:
     """Return the variables that choose numbers, not where files lie or whom a process trusts."""
-    options = {f"{PREFIX}{field.name.upper()}" for field in fields(Options)} | {UNEDITED, ROWS}
+    options = {f"{variables.PREFIX}{name.upper()}" for name in Options.names()} | {variables.UNEDITED, variables.ROWS}
     return {*_VARIABLES, *(name for name in options if not any(word in name for word in _LEFT_OUT))}
 
 

@@ -99,17 +99,16 @@ def _run_one(
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "GROUP_RANK": "0"}
     place.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})  # as torchrun's
-    ways: list[tuple[str, dict[str, str], list[str]]] = [("one process", plain, [])]
-    ways += [("one process as a single rank of a job", {**plain, **place}, [])]
+    start: list[str] = []
+    ways = [("one process", plain), ("one process as a single rank of a job", {**plain, **place})]
     no_step = "neither plainly nor as a single rank"
     if Options.read().draws == "sample":
         how, no_step = "one rank of `run`, since the plain program does not draw by sample", "as one rank of `run`"
-        as_run_does = {**plain, "PYTHONHASHSEED": "0", **kept, **place}
-        ways = [(how, as_run_does, ["-m", "ddpshim.launch.rank"])]
+        ways, start = [(how, {**plain, "PYTHONHASHSEED": "0", **kept, **place})], ["-m", "ddpshim.launch.rank"]
     elif os.environ.get(variables.UNEDITED) == "off":
         ways.reverse()
     log, which = logs / f"{name}.log", "run 1" if name == ONE else "run 3, since they differ"
-    for how, environ, start in ways:
+    for how, environ in ways:
         say(f"{which}: {how}")
         command = [sys.executable, "-m", "ddpshim.tools.watching", str(folder), name, *start, *job.command]
         with log.open("wb") as out:
@@ -163,7 +162,7 @@ def as_text(proof: Proof) -> str:
         after = f"{count(proof.num_steps, 'step')} on {count(proof.num_ranks, 'rank')}"
         if proof.difference is not None:
             after += f"; then weights differ from the single-process ones by {proof.difference:.0e} of their size"
-        lines += [f"  {after}", f"  not compared: {_NEVER_COMPARED}"]
+        lines += [f"  {said}" for said in (after, proof.speed, f"not compared: {_NEVER_COMPARED}") if said]
     elif proof.by_design:
         lines[-1] += ": data parallel ranks differ from one process in"
         lines += [

@@ -71,6 +71,7 @@ _OWN_NOISE = "random numbers (per rank, as under any DistributedDataParallel)"
 _AS_FAR = "another run in one process, which is rounded otherwise, is as far from the first one"
 _IN_FLOAT64 = "float64 shows it (torch.set_default_dtype(torch.float64))"
 _FEWEST = 0.5  # of the steps, of which "yes" is said
+_FEWEST_TIMED = 4  # steps
 _Found = Optional[tuple[str, str, str, str, str]]  # of a Parting all but the step
 # How often each sample, or index, is in the batches of a step: of one process, of all ranks together, of each rank.
 _Drawn = tuple[Counter[str], Counter[str], list[Counter[str]]]
@@ -122,6 +123,12 @@ class RunRecords:
         """Return the record of an optimizer's first step, which has its parameters' names and first weights too."""
         return next(r for r in self.all("gradients") if r["optimizer"] == optimizer)
 
+    def ms_of_step(self) -> float:
+        """Return the median of the first optimizer's steps, of two or more, in the second half: calls were traced."""
+        ends = [step["seconds"] for step in self.all("step") if step["optimizer"] == 0]
+        times = [end - begin for begin, end in zip(ends, ends[1:])]
+        return float(1000 * statistics.median(times[len(times) // 2 :]))
+
     def trained_on(self, step: int) -> list[Record]:
         """Return the batches of a step that were followed by a backward pass."""
         return [batch for batch, loss in self.trained if loss["t"] == step]
@@ -134,6 +141,7 @@ class Proof:
     Attributes:
         difference: between the trained weights of rank 0 and the one process, after the last step that both made,
             relative to their norm; None if `is_same` is False.
+        speed: how long a step took in the second half of the steps; "" of too few.
         by_design: what is not that of one process because the trainer is data parallel, and is no mistake.
     """
 
@@ -141,6 +149,7 @@ class Proof:
     num_steps: int
     num_ranks: int
     difference: Optional[float] = None
+    speed: str = ""
     by_design: Sequence[str] = field(default_factory=list)
     parting: Optional[Parting] = None
     notes: Sequence[str] = field(default_factory=list)
@@ -170,7 +179,11 @@ def judge(folder: Path, num_ranks: int) -> Proof:
     by_design = compared.by_design if parting is None else []
     is_same = parting is None and not by_design and num_steps > 0
     difference = compared.difference_of_weights(num_steps) if is_same else None
-    return Proof(is_same, num_steps, num_ranks, difference, by_design, parting, notes, wrong)
+    speed = ""
+    if is_same and num_steps >= _FEWEST_TIMED:
+        speed = f"a step took {one.ms_of_step():.1f} ms in one process, {ranks[0].ms_of_step():.1f} ms on ranks"
+        speed += ", which have replayed no call of a network yet" * (ranks[0].all("step")[-1]["replayed"] == 0)
+    return Proof(is_same, num_steps, num_ranks, difference, speed, by_design, parting, notes, wrong)
 
 
 def _wrong_in_all(one: RunRecords, main_rank: RunRecords) -> Iterator[Parting]:
@@ -251,7 +264,7 @@ class _Comparison:
     """
 
     def __init__(self, one: RunRecords, ranks: Sequence[RunRecords], sizes: Optional[dict[Any, float]] = None) -> None:
-        self.one, self.ranks, self._step, self._sizes, self._is_measuring = one, ranks, 0, sizes or {}, False
+        self.one, self.ranks, self._sizes, self._is_measuring = one, ranks, sizes or {}, False
         self._largest: dict[Any, float] = {}
         self._turned: dict[Any, bool] = {}  # whether a gradient differed in its optimizer's last step, by a turn
         self._of_rounding: set[str] = set()  # names of weights that rounding alone moves
@@ -266,7 +279,6 @@ class _Comparison:
         """Return the first difference; None if there is none."""
         # Ranks may have failed in the first step.
         for step in range(max(1, *(run.num_steps for run in (self.one, *self.ranks)))):
-            self._step = step
             for look in _ALWAYS if self.by_design else _LOOKS:
                 found = getattr(self, f"_{look}")(step)
                 if found is not None:
@@ -278,7 +290,6 @@ class _Comparison:
         self._is_measuring = True
         num_steps = min(run.num_steps for run in (self.one, *self.ranks))
         for step in range(num_steps):
-            self._step = step
             for look in (self._losses, self._gradients, self._weights, self._networks):
                 look(step)
             # A gradient may be near by chance.
@@ -296,15 +307,15 @@ class _Comparison:
             if len(found) == len(self.ranks):
                 yield record, found
 
-    def _allows(self, key: Any, apart: float, least: float) -> bool:
+    def _allows(self, step: int, key: Any, apart: float, least: float) -> bool:
         """Whether the difference `apart` counts as rounding. Call it in the order of steps: the limit only grows."""
-        place = self._step, key
+        place = step, key
         if self._is_measuring:
             if math.isfinite(apart):  # `_differing` also pairs the wrong ones
                 self._sizes[place] = min(apart, self._sizes.get(place, math.inf))
             return True
         seen = self._largest.get(key, 0.0)
-        of_one_process = max(self._sizes.get(one, 0.0) for one in (place, (self._step, key[0]))) / _AS_MUCH
+        of_one_process = max(self._sizes.get(one, 0.0) for one in (place, (step, key[0]))) / _AS_MUCH
         is_allowed = apart <= max(self._least_limit(least), _GROWS * seen, of_one_process)
         if is_allowed:
             self._largest[key] = max(seen, apart)
@@ -319,14 +330,13 @@ class _Comparison:
         if not alone or not all(spread):
             return None
         mine = Counter(name for batch in alone for name in batch[by] or ())
-
-        def drawn(rank: int, number: int, batch: Record) -> Sequence[str]:
-            # A batch that ddpshim gives to every rank whole counts once.
-            is_whole = batch["streams"] is None and [batch[by]] == [own[by] for own in alone[number : number + 1]]
-            return () if rank and is_whole else batch[by] or ()
-
-        parts = ([drawn(rank, *batch) for batch in enumerate(own)] for rank, own in enumerate(spread))
-        of_ranks = [Counter(itertools.chain(*own)) for own in parts]
+        of_ranks = [Counter[str]() for _ in spread]
+        for rank, batches in enumerate(spread):
+            for number, batch in enumerate(batches):
+                # A batch that ddpshim gives to every rank whole counts once.
+                is_whole = batch["streams"] is None and [batch[by]] == [own[by] for own in alone[number : number + 1]]
+                if not (rank and is_whole):
+                    of_ranks[rank].update(batch[by] or ())
         return (mine, sum(of_ranks, Counter[str]()), of_ranks) if mine and any(of_ranks) else None
 
     def _all_drawn(self, by: str) -> list[_Drawn]:
@@ -439,7 +449,7 @@ class _Comparison:
                 return "loss", where, place, found, meaning
             for j, (value, *theirs) in enumerate(zip(record["losses"], *(own["losses"] for own in others))):
                 mean, scale = math.fsum(theirs) / len(theirs), max(abs(value), 1e-12)
-                if not self._allows(("loss", i, j), abs(mean - value) / scale, _LOSS):
+                if not self._allows(step, ("loss", i, j), abs(mean - value) / scale, _LOSS):
                     shown = ", ".join(f"{v:.8g}" for v in theirs)
                     found = f"{value:.8g} in one process, {mean:.8g} as the mean of the ranks' ({shown})"
                     return "loss", where, place, found, self._why_loss(step)
@@ -479,7 +489,7 @@ class _Comparison:
                 # A reduction gives all ranks the same bits, whatever the precision.
                 is_reduced = all(relative(every[0][i], own[i]) <= _GRADIENT for own in every[1:])
                 key = number, i
-                is_same = bool(self.by_design) or self._allows(("gradients", *key), apart, _GRADIENT)
+                is_same = bool(self.by_design) or self._allows(step, ("gradients", *key), apart, _GRADIENT)
                 is_turn = not is_same and apart <= _TURN and self._turned.get(key) is False
                 self._turned[key] = is_turn
                 if not ((is_same or is_turn) and is_reduced):
@@ -509,7 +519,7 @@ class _Comparison:
             for theirs in found:
                 tensors = [*zip(first["weights"], mine, theirs["weights"])]
                 apart = [_moved(*own, self.eps) for own in tensors]
-                odd = [i for i, own in enumerate(apart) if not self._allows(("weights", number, i), own, _WEIGHT)]
+                odd = [i for i, own in enumerate(apart) if not self._allows(step, ("weights", number, i), own, _WEIGHT)]
                 limit = self._least_limit(_WEIGHT)
                 of_rounding = (i for i, own in enumerate(tensors) if not apart[i] and _moved(*own) > limit)
                 self._of_rounding.update(first["names"][i] for i in of_rounding)
@@ -536,7 +546,7 @@ class _Comparison:
             of_rounding += (".running_mean",)
 
         def parts(name: str, a: Any, b: Any) -> bool:
-            is_same = self._allows(("state", name), _moved(begun.get(name, a), a, b, self.eps), _WEIGHT)
+            is_same = self._allows(step, ("state", name), _moved(begun.get(name, a), a, b, self.eps), _WEIGHT)
             return not is_same and not name.endswith(of_rounding)
 
         odd = _differing(mine, theirs, parts)
@@ -558,16 +568,14 @@ class _Comparison:
     def _steps(self, step: int) -> _Found:
         """Look for a process that does not make this step though the proof did not end it, or by another optimizer."""
         one, runs = self.one, (self.one, *self.ranks)
-        steps = [next(iter(run.of("step", step + 1)), None) for run in runs]
-        made = [record for record in steps if record is not None]
-        missing = [run for run, record in zip(runs, steps) if record is None and not run.is_cut]
+        made = [record for run in runs for record in run.of("step", step + 1)]
+        missing = [run for run in runs if not run.is_cut and run.num_steps <= step]
         numbers = [f"optimizer {record['optimizer'] + 1}" for record in made]
         if not made or (len({*numbers}) == 1 and not missing):
             return None
-        is_cut = one.is_cut, any(run.is_cut for run in self.ranks)
-        of_one, of_ranks = (" (and would make more)" * cut for cut in is_cut)
-        found = f"one process made {one.num_steps} steps{of_one}, the ranks "
-        found += f"{_range([run.num_steps for run in self.ranks])}{of_ranks}"
+        num_steps, more = _range([run.num_steps for run in self.ranks]), " (and would make more)"
+        found = f"one process made {one.num_steps} steps{more * one.is_cut}, the ranks "
+        found += num_steps + more * any(run.is_cut for run in self.ranks)
         if len({*numbers}) > 1:
             found = f"{numbers[0]} made the step in one process, {', '.join(numbers[1:])} on the ranks"
             meaning = "optimizers take turns in another way on the ranks"
@@ -635,10 +643,8 @@ def distance(one: Any, other: Any) -> float:
 
 def difference(one: Any, other: Any) -> float:
     """Return the norm of two tensors' difference relative to the first; infinity if one is None and the other not 0."""
-    apart = distance(one, other)
-    if one is None or other is None:
-        return math.inf if apart else 0.0
-    return apart / one[0] if one[0] else (math.inf if apart else 0.0)
+    apart, size = distance(one, other), one[0] if one and other else 0.0
+    return apart / size if size else (math.inf if apart else 0.0)
 
 
 def ratio(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:

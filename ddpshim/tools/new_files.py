@@ -43,8 +43,7 @@ class NewFiles:
         # Data workers are killed with the run, and would leave their own folders of sockets.
         multiprocessing.current_process()._config["tempdir"] = self._folder  # type: ignore[attr-defined]
         self._until.enter_context(watched(self._see))
-        in_c = seen_by(self._see, ("torch", "save", 1, "f"))
-        self._until.enter_context(in_c.installed())
+        self._until.enter_context(seen_by(self._see, ("torch", "save", 1, "f")).installed())  # in C
 
     def _see(self, path: str, event: str, frame: FrameType, source: str) -> None:
         """Record that `path` is about to be changed (`file_calls.watched`)."""
@@ -93,20 +92,16 @@ def remove(folder: Path) -> list[str]:
             f"only copy of it{'. They made: ' + ' '.join(map(shlex.quote, tops)) if tops else ''}"
         ]
     for path in sorted(made, key=len, reverse=True):
-        try:
+        with contextlib.suppress(OSError):  # gone already, or a folder with files of others
             (posix.rmdir if stat.S_ISDIR(posix.lstat(path).st_mode) else posix.unlink)(path)
-        except OSError:
-            continue  # gone already, or a folder with files of others
-    left = _tops(made)
     said = [f"restored {count(len(restored), 'file')} that the trainer changed: {restored[0]}"] if restored else []
-    if not left:
-        return said
-    return [
-        *said,
-        f"{count(len(left), 'new path')} left: they hold files that these runs were not seen to write (a subprocess, a "
-        f"library in C, or another program wrote them). Remove them if you do not need them: rm -r "
-        f"{' '.join(map(shlex.quote, left))}",
-    ]
+    if left := _tops(made):
+        said.append(
+            f"{count(len(left), 'new path')} left: they hold files that these runs were not seen to write (a "
+            "subprocess, a library in C, or another program wrote them). Remove them if you do not need them: rm -r "
+            f"{' '.join(map(shlex.quote, left))}"
+        )
+    return said
 
 
 def _before(folder: Path) -> dict[str, Any]:
@@ -136,8 +131,7 @@ def _tops(paths: Sequence[str]) -> list[str]:
 
 def _is_in(path: str, made: dict[str, Any]) -> bool:
     """Whether a folder above `path` is in `made`, with None."""
-    above = (str(parent) for parent in Path(path).parents)
-    return any(made.get(parent, path) is None for parent in above)
+    return any(made.get(str(parent), path) is None for parent in Path(path).parents)
 
 
 def _state(path: str) -> Any:

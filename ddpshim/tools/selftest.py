@@ -19,17 +19,17 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from typing import Any, Callable, Optional
+
+import torch
 
 from ddpshim.errors import LaunchError, WorldError
+from ddpshim.job.group import join
+from ddpshim.job.world import World
 from ddpshim.launch.runner import end_of
 from ddpshim.process.say import count
 
-if TYPE_CHECKING:
-    from ddpshim.job.world import World
-
 _RANKS, _TRAININGS = __file__, str(Path(__file__).with_name("selftest_trainings.py"))
-_PACKAGES = ("robomimic", "robosuite", "mujoco", "diffusers", "h5py")
 _LIMIT = 1e-9  # of differences in float64, relative to the largest value
 _MOST_RANKS = 8  # where --nproc says nothing
 _SAME = "ranks train as one process does"
@@ -64,8 +64,6 @@ def selftest(nproc: Optional[int] = None, gpu: bool = False, timeout_s: float = 
     `nproc`: the number of ranks (None: that of the GPUs, from 2 to 8); `timeout_s`: of each job. Raises LaunchError
     before anything starts if there would be one rank, or with `gpu` on a machine without GPUs.
     """
-    import torch
-
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpu and not num_gpus:
         raise LaunchError(
@@ -139,8 +137,6 @@ def _call(folder: Path, environ: Mapping[str, str], timeout_s: float, command: l
 
 def compared(name: str, found: Mapping[str, Any], expected: Mapping[str, Any], seconds: float) -> Result:
     """Return whether ranks' losses and weights, lists of numbers, equal those of one process."""
-    import torch
-
     if [*map(len, found.values())] != [*map(len, expected.values())]:
         return Result(name, False, seconds, "ranks made another number of steps than one process")
     largest = {}
@@ -155,8 +151,6 @@ def compared(name: str, found: Mapping[str, Any], expected: Mapping[str, Any], s
 
 def check_ranks(file: Path) -> None:
     """Write a JSON line into `file` for each check of ranks that passed; then rank 1 kills itself (collective)."""
-    from ddpshim.job.group import join
-
     begun = time.perf_counter()
     world = join(seed=1)
     for name, check in {"start": _start, "all-reduce": _all_reduce}.items():
@@ -174,16 +168,12 @@ def check_ranks(file: Path) -> None:
 
 
 def _start(world: World) -> str:
-    import torch
-
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     devices = ", ".join(dict.fromkeys(f"{where} ({what})" for where, what in world.gather((str(world.device), name))))
     return f"{world.backend} on {devices}"
 
 
 def _all_reduce(world: World) -> str:
-    import torch
-
     megabytes = 256 if world.backend == "nccl" else 4
     # Integers far below 2**24, so their sums are exact in float32.
     pattern = (torch.arange(megabytes * 250_000, device=world.device) % 251).float()

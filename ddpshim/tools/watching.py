@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import fnmatch
 import functools
 import hashlib
 import itertools
 import json
 import multiprocessing
 import os
+import posix
 import signal
 import sys
 import threading
@@ -39,6 +41,7 @@ from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say
 from ddpshim.process.users_line import users_line
 from ddpshim.rows.probe import DRAWS, probed
+from ddpshim.rows.tensor import Counts
 from ddpshim.shares.sharded import Shares
 from ddpshim.tools.new_files import NewFiles
 from ddpshim.trainers.unedited.private_files import switch_loggers_off
@@ -71,13 +74,16 @@ class StepRecorder:
         self._folder, self._process, self._undo = folder, os.getpid(), contextlib.ExitStack()
         self._rank, self._num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self._run = run or f"rank_{self._rank}"
+        self._own_s = 0.0  # spent for what this sees
 
     def _observe(self, **calls: Callable[..., None]) -> None:
         """Start calling functions: `observed.observe`, in this process."""
 
         def here(call: Callable[..., None], *args: Any) -> None:
             if os.getpid() == self._process:
+                begun = time.perf_counter()
                 call(*args)
+                self._own_s += time.perf_counter() - begun
 
         observe(self._undo, **{moment: functools.partial(here, call) for moment, call in calls.items()})
 
@@ -94,8 +100,9 @@ class StepRecorder:
         """End this process and its data workers once all ranks have noted their end."""
         self._note_end()
         end, peers = time.monotonic() + timeout_s, f"{self._run.partition('_')[0]}*.over"
-        # A peer may still be receiving the last gradients from this one.
-        while len(list(self._folder.glob(peers))) < self._num_ranks and time.monotonic() < end:
+        # A peer may still be receiving the last gradients from this one. (By `posix`: where other ranks see the main
+        # rank's files, a look at a file asks it, and it may have ended.)
+        while len(fnmatch.filter(posix.listdir(self._folder), peers)) < self._num_ranks and time.monotonic() < end:
             time.sleep(0.02)
         with contextlib.suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a data worker is killed
@@ -255,7 +262,11 @@ class RankRecorder(StepRecorder):
         self._stepping, known = None, self._optimizers[optimizer]
         known[1] += 1
         self._num_steps += 1
-        self._write("step", optimizer=known[0], weights=[*map(sketch, self._trained[known[0]])], place=users_line())
+        seconds, weights = time.perf_counter() - self._own_s, [*map(sketch, self._trained[known[0]])]
+        here = current().world
+        replayed = current().part(Counts).replayed if here and _is_alike() and here.options.capture != "off" else None
+        about = {"seconds": round(seconds, 4), "replayed": replayed, "place": users_line()}
+        self._write("step", optimizer=known[0], weights=weights, **about)
         self._has_unseen_state = True
         self._is_due = self._is_due or known[1] >= self._settings.steps
 

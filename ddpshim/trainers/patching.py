@@ -405,19 +405,16 @@ def _look_at(patch_set: PatchSet, directory: Path) -> Status:
 def _refusal(look: Status) -> str:
     """Return the message for a package that no set fits: the state of every file, and what to do."""
     patch_set, stated = look.patch_set, _stated_version(look.directory)
-    lines = [
+    files = "".join(f"\n  {file.name}: {file.state}" for file in look.files)
+    return (
         f"{look.directory} is not a release that ddpshim knows; patching it would mix releases or overwrite "
         f"edits, so nothing was changed. Nearest set: {patch_set.name} ({look.num_known} of "
-        f"{len(look.files)} files match; the package calls itself {stated or 'nothing'}).",
-    ]
-    lines += [f"  {file.name}: {file.state}" for file in look.files]
-    lines.append(
+        f"{len(look.files)} files match; the package calls itself {stated or 'nothing'}).{files}\n"
         "In a fork, merge the set by `git merge-file` (`python -m ddpshim docs MIGRATION`, section 2). If another "
         "version of ddpshim has patched it, revert with that version. Otherwise undo your edits, or get "
         f"{patch_set.package} again ({patch_set.base}), and retry. If you changed nothing, open an issue at ddpshim "
         "with what `python -m ddpshim patch status` prints."
     )
-    return "\n".join(lines)
 
 
 def _write(directory: Path, changes: list[tuple[FileStatus, bytes]]) -> None:
@@ -478,11 +475,9 @@ def _find_package(target: str, packages: Sequence[str]) -> tuple[str, Path]:
             )
         return target, Path(spec.submodule_search_locations[0])
     path = Path(os.path.abspath(os.path.expanduser(target)))
-    for package in packages:
-        if (path / package).is_dir():
-            return package, path / package
-    if path.name in packages and path.is_dir():
-        return path.name, path
+    for folder in (*(path / package for package in packages), path):
+        if folder.name in packages and folder.is_dir():
+            return folder.name, folder
     raise TargetError(
         f"{target!r} is neither a package that ddpshim has patches for ({', '.join(packages)}) nor a folder "
         f"that is or contains one ({path}); there is nothing to patch. Correct --target."

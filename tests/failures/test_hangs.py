@@ -122,7 +122,7 @@ MAINS = FrameSummary(str(OURS / "job" / "collectives.py"), 8, "run_on_main")
         ([TRAIN, MAINS, GATHER, C10D], "World.run_on_main (collective 0 of World's)", None),
         ([TRAIN, MAINS, TRAIN], None, "World.run_on_main"),
         ([TRAIN, FrameSummary(str(OURS / "model" / "guard.py"), 5, "_compare")], "the comparison of weights", None),
-        ([TRAIN, FrameSummary(str(OURS / "job" / "collectives.py"), 5, "pairs")], "a message to all ranks", None),
+        ([TRAIN, FrameSummary(str(OURS / "job" / "collectives.py"), 5, "wait")], "a message to all ranks", None),
         ([TRAIN, FrameSummary(str(OURS / "checkpoint" / "files.py"), 5, "wait")], None, "a save"),
     ],
 )

@@ -35,7 +35,7 @@ for name in sys.argv[1].split(","):
 if torch.distributed.get_rank() == 0:
     open("waits.json", "w").write(json.dumps(found))
 """
-# Of torch's DDP, which blocks for its buckets, and sends buffers.
+# Waits for the means of gradients, and for buffers: torch's DDP has both.
 GRADIENTS = {"mean_gradients._finish", "collectives.finish"}
 
 

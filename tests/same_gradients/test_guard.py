@@ -238,7 +238,7 @@ CASES: list[tuple[Callable[[], None], str]] = [
     *((partial(_become_different, how), text) for how, text in DIFFERENCES.items()),
     (
         _cross_collectives,
-        "different collectives: rank 0 in barrier at .*:[0-9]+; rank 1 in broadcast from rank 0 at .*:[0-9]+",
+        "different collectives: rank 0 is in barrier at .*:[0-9]+; rank 1 is in broadcast from rank 0 at .*:[0-9]+",
     ),
     (_train_twice, f"after 1 backward passes {DIFFERENT}: parameter '0.weight' of network 1 of those that are not"),
     (_update_without_an_optimizer, f"after 2 backward passes {DIFFERENT}"),

@@ -15,6 +15,7 @@ import random
 import secrets
 import select
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -31,7 +32,7 @@ import ddpshim
 from ddpshim.errors import DataError, SyncError
 from ddpshim.process.random_streams import digest
 from ddpshim.rows import loader, probe
-from ddpshim.rows.relay import IS_POSSIBLE, Address, Lines
+from ddpshim.rows.relay import Address, Lines
 from ddpshim.rows.samples import Batches
 from ddpshim.rows.tensor import leaves
 from tests.preloaded_commands import patience
@@ -408,7 +409,7 @@ def _outlives() -> list[str]:
 
 
 @pytest.mark.unit
-@pytest.mark.skipif(not IS_POSSIBLE, reason="data workers of a node do not meet")
+@pytest.mark.skipif(sys.platform != "linux", reason="data workers of a node do not meet")
 def test_workers_meet_in_the_thousandth_pass() -> None:
     batches = Batches(DataLoader([*X]), list, Address(32 * "0", 0, 0, 1), False)
     for _ in range(1000):
@@ -418,7 +419,7 @@ def test_workers_meet_in_the_thousandth_pass() -> None:
 
 
 @pytest.mark.unit
-@pytest.mark.skipif(not IS_POSSIBLE, reason="data workers of a node do not meet")
+@pytest.mark.skipif(sys.platform != "linux", reason="data workers of a node do not meet")
 def test_an_owner_that_ends_in_the_middle_of_a_message_is_named() -> None:
     lines, (ours, theirs) = Lines(Address(32 * "0", 1, 1, 2), 0), multiprocessing.Pipe()
     with theirs:
@@ -429,7 +430,7 @@ def test_an_owner_that_ends_in_the_middle_of_a_message_is_named() -> None:
             lines.receive()
 
 
-@pytest.mark.skipif(not IS_POSSIBLE, reason="data workers of a node do not meet")
+@pytest.mark.skipif(sys.platform != "linux", reason="data workers of a node do not meet")
 def test_a_worker_that_waits_for_another_rank_ends_with_its_own() -> None:
     """Else it keeps its rank's connections open, and ranks wait for one that was killed."""
     (alive, held), fork = os.pipe(), multiprocessing.get_context("fork")  # the worker holds an end of the pipe

@@ -78,7 +78,7 @@ def _write(
         lines.append(
             {"kind": "gradients", "t": t, "gradients": own, "lr": [0.1], "names": ["w"], "weights": [tensor], **about}
         )
-        lines.append({"kind": "step", "t": t + 1, "weights": [tensor], **about})
+        lines.append({"kind": "step", "t": t + 1, "seconds": 0.01 * t, "replayed": None, "weights": [tensor], **about})
     for line in lines:
         change(line)
     (folder / f"{run}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -346,11 +346,12 @@ def test_samples_that_differ_by_what_they_draw_alone_do_so_by_design(tmp_path: P
 
 @pytest.mark.unit
 def test_shows_the_answer_on_a_line_of_its_own() -> None:
-    proof = judging.Proof(True, 20, 2, 3e-8, notes=["noted"])
+    proof = judging.Proof(True, 20, 2, 3e-8, "a step took 12.3 ms", notes=["noted"])
     assert check.as_text(proof).splitlines() == [
         "note: noted",
         "the same experiment: yes",
         "  20 steps on 2 ranks; then weights differ from the single-process ones by 3e-08 of their size",
+        "  a step took 12.3 ms",
         "  not compared: numbers that the program prints, logs or saves beside its networks; steps after these",
     ]
     assert check.as_text(judging.Proof(False, 0, 2)) == "the same experiment: no"

@@ -14,10 +14,10 @@ from torch import nn
 
 import ddpshim
 from ddpshim.errors import DataError, OptionsError
-from ddpshim.observe.records import PARTS
 from ddpshim.observe.report import load
 from ddpshim.options import Options
 from ddpshim.process.job import current
+from ddpshim.process.observed import PARTS
 from evidence.equivalence import copy_release, make_config, make_data, train_all
 from tests import options
 from tests.ranks import run_ranks

@@ -320,12 +320,10 @@ class LeftAlone:
         is_temporary = bool(self._made) and path.startswith(f"{self._temporary}/")
         return is_temporary and path[: (path + "/").index("/", len(self._temporary) + 1)] in self._made
 
-    def takes_note(self, path: str, frame: Optional[FrameType]) -> bool:
+    def takes_note(self, path: str, frame: FrameType) -> bool:
         """Record `path` and return True if it is a new temporary file: `frame`, which makes it, is in `tempfile`."""
-        if frame is None or frame.f_globals.get("__name__") != "tempfile":
-            return False
-        folder, name = os.path.split(os.path.join(posix.getcwd(), path))
-        if os.path.realpath(folder) != self._temporary:
+        folder, name = os.path.split(path)
+        if frame.f_globals.get("__name__") != "tempfile" or os.path.realpath(folder) != self._temporary:
             return False
         self._made.add(os.path.join(self._temporary, name))
         return True

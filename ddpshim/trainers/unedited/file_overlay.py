@@ -95,20 +95,20 @@ class Files:
             if found is None:
                 return real(path, *args, **({} if dir_fd is None else {"dir_fd": dir_fd}), **kwargs)
             follows = name not in _OF_LINKS and kwargs.get("follow_symlinks", True)
-            answer = self._do(lambda: act(real, found, follows, *args, **kwargs), path)
+            answer = self._do(lambda: act(real, self.view.find(found, follows), *args, **kwargs), path)
             return os.fsencode(answer) if isinstance(answer, str) and isinstance(path, bytes) else answer
 
         return stand_in
 
-    def _read(self, real: Callable[..., Any], path: str, follows: bool, *args: Any, **kwargs: Any) -> Any:
-        return real(self.view.locate(path, follows)[1], *args, **kwargs)
+    def _read(self, real: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
+        return real(self.view.place(path), *args, **kwargs)
 
-    def _change(self, real: Callable[..., Any], path: str, follows: bool, *args: Any, **kwargs: Any) -> Any:
+    def _change(self, real: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
         is_new = real is posix.mkdir
-        return real(self.view.place_to_write(self.view.find(path, follows), not is_new, is_new), *args, **kwargs)
+        return real(self.view.place_to_write(path, not is_new, is_new), *args, **kwargs)
 
-    def _remove(self, real: Callable[..., Any], path: str, follows: bool) -> None:
-        self.view.remove(self.view.find(path, follows), is_folder=real is posix.rmdir)
+    def _remove(self, real: Callable[..., Any], path: str) -> None:
+        self.view.remove(path, is_folder=real is posix.rmdir)
 
     def listdir(self, path: Any = None) -> list[Any]:
         with self.scandir(path) as entries:
@@ -122,7 +122,8 @@ class Files:
             return posix.scandir(path)
 
         def listing() -> Any:
-            folder, place = self.view.locate(found)
+            folder = self.view.find(found)
+            place = self.view.place(folder)
             if not _is_folder(place):
                 return posix.scandir(place)
             names = self.view.names(folder)
@@ -147,8 +148,8 @@ class Files:
         found = self._path(path)
 
         def change() -> None:
-            folder, place = (None, path) if found is None else self.view.locate(found)
-            posix.chdir(place)
+            folder = None if found is None else self.view.find(found)
+            posix.chdir(path if folder is None else self.view.place(folder))
             self.view.folder = folder or posix.getcwd()
 
         self._do(change, path)
@@ -167,16 +168,16 @@ class Files:
         found = self._path(path, dir_fd, is_written=writes)
         if found is None:
             return posix.open(path, flags, mode, dir_fd=dir_fd)
-        follows = not flags & os.O_NOFOLLOW
 
         def opened() -> int:
+            seen = self.view.find(found, follows=not flags & os.O_NOFOLLOW)
             if not writes:
-                return posix.open(self.view.place_with_content(self.view.locate(found, follows)[0]), flags, mode)
+                return posix.open(self.view.place_with_content(seen), flags, mode)
             is_new = flags & (os.O_CREAT | os.O_EXCL) == os.O_CREAT | os.O_EXCL
             is_kept = not flags & os.O_TRUNC or not flags & os.O_CREAT
             if flags & os.O_RDWR and is_kept:
-                self.view.place_with_content(self.view.find(found, follows))  # raises if it is not known
-            return posix.open(self.view.place_to_write(self.view.find(found, follows), is_kept, is_new), flags, mode)
+                self.view.place_with_content(seen)  # raises if it is not known
+            return posix.open(self.view.place_to_write(seen, is_kept, is_new), flags, mode)
 
         return self._do(opened, path)
 
@@ -334,11 +335,6 @@ class View:
             path = os.path.join(os.path.dirname(path), posix.readlink(place))
         raise _error(errno.ELOOP, path)
 
-    def locate(self, path: str, follows: bool = True) -> tuple[str, str]:
-        """Return `find(path)` and the `place` of that path."""
-        path = self.find(path, follows)
-        return path, self.place(path)
-
     def place(self, path: str) -> str:
         """Return where to read the file at `path`; a path where nothing exists if this rank sees nothing there."""
         if path in self._saves and path not in self._unknown:
@@ -395,9 +391,9 @@ class View:
         own, found = self.top + folder, posix.listdir(folder) if _is_folder(folder) else []
         self._look(folder)
         own_names = {*(posix.listdir(own) if _is_folder(own) else ())}
-        inside = [path for path in self._hidden if os.path.dirname(path) == folder]
-        hidden, others = {os.path.basename(path): self._hidden[path] for path in inside}, self._is_hidden(folder)
-        shown = [name for name in found if name in own_names or not hidden.get(name, others)]
+        others = self._is_hidden(folder)
+        hidden = {name for name in found if self._hidden.get(os.path.join(folder, name), others)}
+        shown = [name for name in found if name in own_names or name not in hidden]
         return shown + sorted(own_names.difference(found))
 
     # Changing files

@@ -34,6 +34,7 @@ from ddpshim.job.group import cleanup, world
 from ddpshim.job.world import World
 from ddpshim.model.backward import Passes
 from ddpshim.model.mean_gradients import MeanGradients
+from ddpshim.observe.step_times import StepTimes
 from ddpshim.process.job import Door, Job, current
 from ddpshim.process.observed import called, observe
 from ddpshim.process.replaced import after_import, noted, replaced
@@ -158,6 +159,7 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
             if here.is_main:
                 time.sleep(_LAST_ANSWER_S)
 
+        current().part(StepTimes)
         if start is not None:
             start.leave = leave
             _notice(start, undo)

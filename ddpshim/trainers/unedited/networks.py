@@ -29,6 +29,7 @@ from ddpshim.model.backward import Passes
 from ddpshim.model.equality import is_milestone
 from ddpshim.model.parallel import wrap_parallel
 from ddpshim.model.wrapper import Transparent, is_compiling
+from ddpshim.observe.step_times import StepTimes
 from ddpshim.process.job import current
 from ddpshim.process.observed import live_modules
 from ddpshim.process.say import say, say_on_main, size
@@ -42,6 +43,8 @@ _ROUNDING = 1e-3
 _DEADLINE_S = 600.0
 _NUM_PLACES = 3
 _LEAST_GATHERS = 100  # a short program's are not worth a line
+_LEAST_STEPS = 50
+_MUCH = 25.0  # percent of a step
 
 
 def say_what_was_divided() -> None:
@@ -60,6 +63,7 @@ def say_what_was_divided() -> None:
     why = f" ({refused})" if share < 0.5 and refused else ""
     replayed = f", {100 * share:.0f}% of them traced and replayed{why}" if counts.replayed or refused else ""
     say(f"{percent:.0f}% of tensor operations ran sharded{replayed}{gathered}")
+    _say_where_time_went(counts)
     if torch.initial_seed() == current().part(Networks).drawn_seed:
         say(
             "the program does not seed torch (torch.manual_seed): initial weights, sample order and random numbers "
@@ -71,6 +75,28 @@ def say_what_was_divided() -> None:
             f"float32 losses agree with {one} to 6-8 digits at first, and to fewer later, because rounding differences "
             "grow (python -m ddpshim docs same_experiment)"
         )
+
+
+def _say_where_time_went(counts: Counts) -> None:
+    """Print how long a step took, how much of it this rank waited, and for what; and what may help, if that is much."""
+    times, here = current().part(StepTimes), world()
+    found = times.read(since=times.after_warm_up)
+    total = sum(found["seconds"].values())
+    if times.after_warm_up is None or found["steps"] < _LEAST_STEPS or not total:  # the program may stop its clock
+        return
+    percent = {part: 100 * seconds / total for part, seconds in found["seconds"].items()}
+    spent = f"{percent['data_wait']:.0f}% of it waiting for data"
+    if here.device.type == "cpu":  # a host does not wait for a GPU's messages
+        spent += f", {percent['message_wait']:.0f}% for other ranks"
+    hint = ": fewer ranks may be as fast" * (percent["message_wait"] >= _MUCH)
+    if percent["data_wait"] >= _MUCH:
+        from ddpshim.process.machine import num_cores
+
+        if here.local_world_size * (1 + counts.num_workers) < num_cores():
+            hint = f": more data workers than num_workers={counts.num_workers} may make it faster"
+        elif counts.has_drawn:
+            hint = ": DDPSHIM_DRAWS=sample lets each rank load its own samples only, with other random numbers"
+    say(f"a step took {1000 * total / found['steps']:.1f} ms, {spent}{hint}")
 
 
 def _may_wrap() -> bool:

@@ -23,6 +23,7 @@ import torch
 
 from ddpshim.job.world import World
 from ddpshim.process.job import current
+from ddpshim.process.observed import called
 from ddpshim.process.random_streams import rank_states, restore_rank_states
 from ddpshim.process.replaced import after_import, replaced
 from ddpshim.rows.gradients import plain
@@ -188,12 +189,8 @@ def _in_child(files: Files, process: int) -> contextlib.ExitStack:
 
 def inherited(files: Optional[Files]) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which new child processes see `files`, and end this rank if they train."""
-    passed, made = _Passed(files, os.getpid()), BaseProcess.__init__
-
-    def init(process: BaseProcess, *args: Any, **kwargs: Any) -> None:
-        made(process, *args, **kwargs)
-        process.ddpshim_files = passed  # type: ignore[attr-defined]
-
+    passed = _Passed(files, os.getpid())
+    init = called(BaseProcess.__init__, after=lambda process, _: setattr(process, "ddpshim_files", passed))
     return replaced(BaseProcess, "__init__", init)
 
 

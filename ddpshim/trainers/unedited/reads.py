@@ -108,8 +108,8 @@ class _EqualReads:
 
         So does the one of an `assert`, which ends the rank, and with it the job. (A replay of a capture tells nothing.)
         """
-        is_number = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.numel() == 1
-        if not is_number or tensor.dim() or tensor.is_complex() or tensor.is_meta:
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+        if not is_plain or tensor.dim() or tensor.is_complex() or tensor.is_meta:
             return None
         if threading.get_ident() != self._thread or not self._counts.is_in_lock_step():
             return None
