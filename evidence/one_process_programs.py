@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 BY_HAND = "DDP_BY_HAND" in os.environ
 WIDTHS = (64, 128, 256)
+NUM_BATCHES = 100  # of an epoch, at whose end ranks compare weights
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -81,11 +82,9 @@ def _placed(net: nn.Module) -> Any:
 
 def unet(batch_size: int) -> Callable[[], float]:
     net = _placed(UNet())
-    ema, optimizer = (
-        copy.deepcopy(net.module if BY_HAND else net),
-        torch.optim.AdamW(net.parameters(), lr=1e-4, weight_decay=1e-6),
-    )
-    data = TensorDataset(torch.randn(4 * batch_size, 20), torch.randn(4 * batch_size, 16, 7))
+    ema = copy.deepcopy(net.module if BY_HAND else net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, weight_decay=1e-6)
+    data = TensorDataset(torch.randn(NUM_BATCHES * batch_size, 20), torch.randn(NUM_BATCHES * batch_size, 16, 7))
     batches = _batches(data, batch_size)
 
     def step() -> float:
@@ -132,7 +131,7 @@ class ACT(nn.Module):
 def act(batch_size: int = 16) -> Callable[[], float]:
     net = _placed(ACT())
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5)
-    num = 4 * batch_size
+    num = NUM_BATCHES * batch_size
     tensors = (
         torch.randn(num, 14),
         torch.randint(0, 256, (num, 2, 3, 96, 96), dtype=torch.uint8),
@@ -162,7 +161,10 @@ def resnet(batch_size: int = 16) -> Callable[[], float]:
     points = SpatialSoftmax(conv.output_shape([3, 84, 84]), num_kp=32)
     net = _placed(nn.Sequential(conv, points, nn.Flatten(), nn.Linear(64, 7)))
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-4)
-    tensors = torch.randint(0, 256, (4 * batch_size, 84, 84, 3), dtype=torch.uint8), torch.randn(4 * batch_size, 7)
+    tensors = (
+        torch.randint(0, 256, (NUM_BATCHES * batch_size, 84, 84, 3), dtype=torch.uint8),
+        torch.randn(NUM_BATCHES * batch_size, 7),
+    )
     batches = _batches(TensorDataset(*tensors), batch_size)
 
     def step() -> float:
@@ -194,7 +196,7 @@ class GPT(nn.Module):
 def gpt(batch_size: int = 64) -> Callable[[], float]:
     net = _placed(GPT())
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-    batches = _batches(TensorDataset(torch.randint(0, 65, (4 * batch_size, 65))), batch_size)
+    batches = _batches(TensorDataset(torch.randint(0, 65, (NUM_BATCHES * batch_size, 65))), batch_size)
 
     def step() -> float:
         (tokens,) = (part.to(DEVICE) for part in next(batches))
@@ -224,11 +226,11 @@ class Crops(Dataset[Any]):
 
 
 def augmented(batch_size: int = 32) -> Callable[[], float]:
-    """A ResNet without BatchNorm, and two data workers."""
+    """Four convolutions on augmented images, and two data workers."""
     kept = (nn.Conv2d(3, 32, 7, 2, 3), nn.ReLU(), nn.Conv2d(32, 64, 3, 2, 1), nn.ReLU(), nn.Conv2d(64, 128, 3, 2, 1))
     net = _placed(nn.Sequential(*kept, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 7)))
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-4)
-    batches = _batches(Crops(32 * batch_size), batch_size, num_workers=2)
+    batches = _batches(Crops(NUM_BATCHES * batch_size), batch_size, num_workers=2)
 
     def step() -> float:
         images, actions = (part.to(DEVICE) for part in next(batches))
@@ -241,7 +243,7 @@ def augmented(batch_size: int = 32) -> Callable[[], float]:
     return step
 
 
-_UNETS = {1: 20, 16: 20, 64: 10, 256: 3}  # steps of a block, by batch
+_UNETS = {1: 20, 16: 20, 64: 10, 256: 5}  # steps of a block, by batch
 
 
 PROGRAMS: dict[str, tuple[Callable[[], Callable[[], float]], int]] = {  # and the steps of a block
