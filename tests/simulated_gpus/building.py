@@ -50,7 +50,7 @@ def built() -> tuple[Optional[Path], Optional[str]]:
         return None, "there is no g++"
     said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     texts = [(_HERE / name).read_text() for name in _SOURCES]
-    digest = hashlib.sha256("\0".join([version, sys.version, said, *texts]).encode()).hexdigest()[:16]
+    digest = hashlib.sha256("\0".join([version, str(root), sys.version, said, *texts]).encode()).hexdigest()[:16]
     folder = _cache() / f"torch-{version}-{digest}"
     with folder.with_name(f"{folder.name}.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
