@@ -51,8 +51,7 @@ class Counts:
         self.refused: dict[str, str] = {}  # why calls were not captured, by the name of the network
         self.gathered: Counter[tuple[str, str]] = Counter()  # number, by line of the program and function
         self.num_bytes: Counter[tuple[str, str]] = Counter()  # of the wholes, in the same way
-        self.num_workers = 0  # the most of a loader
-        self.has_drawn = False  # whether samples of a loader draw, so that each node loads whole batches
+        self.num_workers, self.has_drawn = 0, False  # of loaders: the most of one; whether samples of one draw
         self.is_fetching = self.is_alone = self.is_searching = False  # within the contexts below
         self.lock: Callable[[], str] = str  # returns the file whose lock this rank holds, for which others wait, or ""
         self._thread, self._process = threading.get_ident(), os.getpid()
@@ -323,8 +322,7 @@ def divided(whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
 def whole(rows: Rows, why: str = "") -> torch.Tensor:
     """Return the whole of a row tensor, computed at most once (collective)."""
     arriving.land()  # the same rows may be on their way
-    known = _known(rows)
-    if known is not None:
+    if (known := _known(rows)) is not None:
         return known
     _note_gather(rows, why)
     made = gathered(rows.block, rows.dimension, rows.part)

@@ -200,6 +200,7 @@ class MainsSaves:
 
     def __init__(self, world: World) -> None:
         self._world, self._process = world, os.getpid()
+        self._num = 0
         self._num_to: dict[str, int] = {}
         self._there: dict[str, int] = {}  # the number of its last save, among all
 
@@ -216,8 +217,9 @@ class MainsSaves:
 
     def note(self, path: str) -> None:
         """Record a save to `path`. On the main rank, call it after the file is written."""
+        self._num += 1
         self._num_to[path] = self._num_to.get(path, 0) + 1
-        self._there[path] = sum(self._num_to.values())
+        self._there[path] = self._num
         if os.getpid() == self._process and self._world.is_main:
             self._world._job.store.set(self._key(path, self._num_to[path]), messages.packed([*state_of(path)]))
             self._world.count("saved", 1)
