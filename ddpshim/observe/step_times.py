@@ -34,9 +34,13 @@ class StepTimes:
         self._since = self._clock.now()
         self.after_warm_up: Optional[dict[str, Any]] = None  # what had been counted then
         if job.door.computes_alike:
-            job.part(Progress).waiting = self._for_message
+            job.part(Progress).waiting = lambda: self._waiting("message_wait", self._part == "compute")
+
+        def for_batch(_: Any) -> contextlib.AbstractContextManager[None]:  # not where one loader reads another
+            return self._waiting("data_wait", self._part != "data_wait" and torch.is_grad_enabled())
+
         of_steps = {"before_step": self._begin_optimizer, "after_step": self._end_optimizer}
-        observe(job.at_end, around_batch=self._waiting, **of_steps)
+        observe(job.at_end, around_batch=for_batch, **of_steps)
 
     def read(self, since: Optional[dict[str, Any]] = None, leaves_step: bool = False) -> dict[str, Any]:
         """Return `steps`, and `seconds` by part, counted up to now, or between an earlier answer and now.
@@ -49,28 +53,18 @@ class StepTimes:
         return {"steps": (self._num_batches or self._num_optimizer_steps) - before["steps"], "seconds": seconds}
 
     @contextlib.contextmanager
-    def _waiting(self, _: Any) -> Iterator[None]:
-        # Not where one loader reads another, or a thread fetches ahead.
-        if self._part == "data_wait" or threading.get_ident() != self._thread or not torch.is_grad_enabled():
+    def _waiting(self, part: str, counts: bool) -> Iterator[None]:
+        if not counts or threading.get_ident() != self._thread:  # a thread may fetch ahead
             yield
             return
         arrived = None
-        self._become("data_wait")
+        self._become(part)
         try:
             yield
             arrived = "compute"
-            self._num_batches += 1
+            self._num_batches += part == "data_wait"
         finally:
             self._become(arrived)
-
-    @contextlib.contextmanager
-    def _for_message(self) -> Iterator[None]:
-        part = "message_wait" if self._part == "compute" and threading.get_ident() == self._thread else None
-        if part is not None:
-            self._become(part)
-        yield  # an error in it ends the job
-        if part is not None:
-            self._become("compute")
 
     def _begin_optimizer(self, *_: Any) -> None:
         # Not inside of another optimizer's step, or that of its base class, nor after the last batch.
