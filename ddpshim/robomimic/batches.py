@@ -177,7 +177,8 @@ class Windows:
             of_groups = (f"{group}/{key}" for group in groups for key in dataset.obs_keys)
             for key in dict.fromkeys([*dataset.dataset_keys, *of_groups]):
                 if key not in flat:
-                    self._map(key, [dataset.hdf5_file[f"data/{demo}"].get(key) for demo in demos])
+                    found = [dataset.hdf5_file[f"data/{demo}"].get(key) for demo in demos]
+                    self._mapped[key] = _Region(dataset.hdf5_path, key, found, self._lengths)
         if dataset.hdf5_cache_mode == "all":  # its samples were cached with these statistics
             self._stats = copy.deepcopy(self._stats)
         self._languages = _languages(dataset)
@@ -193,17 +194,6 @@ class Windows:
         num = self._ends - self._starts
         if (num + self._offset > self._lengths).any() or not (num > 0).all():
             raise Unproven("a demonstration is shorter than what is stacked of it")
-
-    def _map(self, key: str, found: list[Any]) -> None:
-        """Record the place in the file of the data of `key`."""
-        if any(data is None for data in found):
-            raise Unproven(f"there are demonstrations without {key}")
-        kinds = {(data.shape[1:], data.dtype) for data in found}
-        if len(kinds) > 1:
-            raise Unproven(f"{key} differs in shape or type from demonstration to demonstration")
-        if any(len(data) < length for data, length in zip(found, self._lengths)):
-            raise Unproven(f"{key} is shorter than its demonstration")
-        self._mapped[key] = _Region(self.dataset.hdf5_path, key, found)
 
     def batch(self, at: Any) -> dict[str, Any]:
         """Return the collated samples at positions in this dataset. Local."""
@@ -326,9 +316,15 @@ _Rows = Callable[[str], Any]  # of a key
 class _Region:
     """The place in a file of one key's data, for all demonstrations; reads rows from there."""
 
-    def __init__(self, path: str, key: str, found: Sequence[Any]) -> None:
+    def __init__(self, path: str, key: str, found: Sequence[Any], lengths: Sequence[int]) -> None:
         import numpy as np
 
+        if any(data is None for data in found):
+            raise Unproven(f"there are demonstrations without {key}")
+        if len({(data.shape[1:], data.dtype) for data in found}) > 1:
+            raise Unproven(f"{key} differs in shape or type from demonstration to demonstration")
+        if any(len(data) < length for data, length in zip(found, lengths)):
+            raise Unproven(f"{key} is shorter than its demonstration")
         offsets = [None if data.chunks or data.external or data.is_virtual else data.id.get_offset() for data in found]
         if None in offsets or found[0].file.userblock_size:
             raise Unproven(f"{key} is read from the file, where it is chunked or compressed")

@@ -83,24 +83,19 @@ def shared_arrays(
             "Give every rank the same specs, and every node the same files."
         )
     ranks = [rank for rank, look in enumerate(looks) if look[0] == _node()]
-    arrays: Optional[SharedArrays] = None
-
-    def make() -> tuple[int, int]:
-        nonlocal arrays
-        arrays = SharedArrays(_make(num_bytes), specs)
-        return os.getpid(), arrays.descriptor
+    makes, arrays = here.rank == ranks[0], list[SharedArrays]()
+    pid, descriptor = _on_each_rank(here, lambda: (os.getpid(), _make(num_bytes) if makes else -1))[ranks[0]]
 
     def see_and_fill() -> None:
-        nonlocal arrays
-        if arrays is None:
-            pid, descriptor = made[ranks[0]]
-            arrays = SharedArrays(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), specs)
-        fill(arrays, ranks.index(here.rank), len(ranks))
+        arrays.append(SharedArrays(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), specs))
+        fill(arrays[0], ranks.index(here.rank), len(ranks))
 
-    made = _on_each_rank(here, make if here.rank == ranks[0] else lambda: None)
-    _on_each_rank(here, see_and_fill)
-    assert arrays is not None
-    return arrays
+    try:
+        _on_each_rank(here, see_and_fill)
+    finally:
+        if makes:
+            os.close(descriptor)
+    return arrays[0]
 
 
 class SharedArrays(Mapping[str, torch.Tensor]):
