@@ -381,10 +381,7 @@ class Reads:
         self._here = Path.cwd()  # before the program changes it
         self._paths = dict[str, None]()
         self._process = os.getpid()
-
-    def install(self) -> None:
-        """Start recording, until this process ends: audit hooks cannot be removed."""
-        sys.addaudithook(self._see)
+        sys.addaudithook(self._see)  # until this process ends: audit hooks cannot be removed
 
     def _see(self, event: str, args: Any) -> None:
         if event == "open" and os.getpid() == self._process:

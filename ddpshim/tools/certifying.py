@@ -52,7 +52,6 @@ class Certifier(StepRecorder):
         seed_everything(self._document["seed"])  # of a program that sets none, or not all
         if self._last is not None:
             self._leave_no_traces()
-        self._reads.install()
         self._observe(backward=self._see_loss, after_step=self._after_step)
 
     def _see_loss(self, tensors: Any) -> None:

@@ -72,7 +72,7 @@ _AS_FAR = "another run in one process, which is rounded otherwise, is as far fro
 _IN_FLOAT64 = "float64 shows it (torch.set_default_dtype(torch.float64))"
 _FEWEST = 0.5  # of the steps, of which "yes" is said
 _FEWEST_TIMED = 4  # steps
-_Found = Optional[tuple[str, str, str, str, str]]  # of a Parting all but the step
+_Found = tuple[str, str, str, str, str]  # of a Parting all but the step
 # How often each sample, or index, is in the batches of a step: of one process, of all ranks together, of each rank.
 _Drawn = tuple[Counter[str], Counter[str], list[Counter[str]]]
 Record = dict[str, Any]
@@ -280,8 +280,7 @@ class _Comparison:
         # Ranks may have failed in the first step.
         for step in range(max(1, *(run.num_steps for run in (self.one, *self.ranks)))):
             for look in _ALWAYS if self.by_design else _LOOKS:
-                found = getattr(self, f"_{look}")(step)
-                if found is not None:
+                for found in getattr(self, f"_{look}")(step):
                     return Parting(step + 1, *found)
         return None
 
@@ -291,7 +290,7 @@ class _Comparison:
         num_steps = min(run.num_steps for run in (self.one, *self.ranks))
         for step in range(num_steps):
             for look in (self._losses, self._gradients, self._weights, self._networks):
-                look(step)
+                list(look(step))  # nothing: all is allowed
             # A gradient may be near by chance.
             apart = [size for (t, key), size in self._sizes.items() if (t, key[0]) == (step, "gradients")]
             self._sizes[step, "gradients"] = statistics.median(apart) if apart else 0.0
@@ -360,13 +359,13 @@ class _Comparison:
         size, of_ranks = (sum(counted.values()) for counted in drawn[0][:2])
         return size == of_ranks and any(mine != theirs for mine, theirs, _ in drawn)
 
-    def _samples(self, step: int) -> _Found:
+    def _samples(self, step: int) -> Iterator[_Found]:
         drawn = self._drawn(step, self._known_by)
         if drawn is None:
-            return None
+            return
         mine, together, of_ranks = drawn
         if mine == together or _OWN_ORDER in self.by_design:
-            return None
+            return
         size, of_all, common = (sum(names.values()) for names in (mine, together, mine & together))
         alone, main = self.one.trained_on(step)[0], self.ranks[0].trained_on(step)[0]
         of_one, of_main, by_index = alone["sampler"], main["sampler"], self._drawn(step, "indices")
@@ -391,9 +390,9 @@ class _Comparison:
             if by_index is None:
                 meaning += ", or random numbers of samples (augmentation) are per rank"
         found = f"{size} samples in one process, {of_all} on {len(of_ranks)} ranks, {common} common"
-        return "samples", "", main["place"], found, meaning
+        yield "samples", "", main["place"], found, meaning
 
-    def _noise(self, step: int) -> _Found:
+    def _noise(self, step: int) -> Iterator[_Found]:
         """Look for a rank that draws no random numbers from this step on, while another one does in every step."""
         for rank, run in enumerate(self.ranks):
             drew, trained = ({loss["t"] for loss in losses} for losses in (run.draws, (own for _, own in run.trained)))
@@ -403,17 +402,16 @@ class _Comparison:
                 meaning = (
                     "its networks are in eval mode: a validation on this rank alone that is not followed by .train()"
                 )
-                return "noise", "", next(own["place"] for _, own in run.trained if own["t"] >= step), found, meaning
-        return None
+                yield "noise", "", next(own["place"] for _, own in run.trained if own["t"] >= step), found, meaning
 
-    def _lengths(self, step: int) -> _Found:
+    def _lengths(self, step: int) -> Iterator[_Found]:
         """Look for equal batches in passes of another length: first, since rates depend on the length of the loader."""
         alone, spread = self.one.trained_on(step), [run.trained_on(step) for run in self.ranks]
         if not alone or not all(spread) or len(alone[0]["samples"]) != sum(len(own[0]["samples"]) for own in spread):
-            return None
+            return
         length, of_ranks = alone[0]["num_batches"], [own[0]["num_batches"] or 0 for own in spread]
         if not length or not all(of_ranks) or set(of_ranks) == {length}:
-            return None
+            return
         size, num_samples, fewest = len(alone[0]["samples"]), alone[0]["num_samples"], min(of_ranks)
         found = f"an epoch has {length} batches in one process, {_range(of_ranks)} on the ranks"
         if fewest < length and num_samples and (length - 1) * size < num_samples <= length * size:
@@ -422,9 +420,9 @@ class _Comparison:
             "the loaders have other data, or another sampler or drop_last (with ranks the default of make_loader is "
             "True: drop_last=False keeps the last batch); len(loader), and a learning rate planned with it, differ too"
         )
-        return "samples", "", spread[0][0]["place"], found, meaning
+        yield "samples", "", spread[0][0]["place"], found, meaning
 
-    def _start(self, step: int) -> _Found:
+    def _start(self, step: int) -> Iterator[_Found]:
         for rank, run in enumerate(self.ranks):
             for alone, theirs in zip(self.one.of("begun", step), run.of("begun", step)):  # one, or none
                 mine, own = alone["tensors"], theirs["tensors"]
@@ -432,28 +430,26 @@ class _Comparison:
                     size = max(difference(mine[name], own.get(name)) for name in odd)
                     found = f"rank {rank} begins with other values (relative difference {size:.1e})"
                     meaning = "networks are built from a different seed or in a different order, and not broadcast"
-                    return "weights at the start", _named(odd), _place(run, step), found, meaning
-        return None
+                    yield "weights at the start", _named(odd), _place(run, step), found, meaning
 
-    def _losses(self, step: int) -> _Found:
+    def _losses(self, step: int) -> Iterator[_Found]:
         alone, spread = self.one.of("loss", step), [run.of("loss", step) for run in self.ranks]
         if any(len(own) != len(alone) for own in spread):
-            return None
+            return
         for i, (record, *others) in enumerate(zip(alone, *spread)):
             if not all(record["losses"]):
-                return None
+                return
             where, place, dtypes = f"backward pass {i + 1}", record["place"], {own["dtype"] for own in others}
             if dtypes != {record["dtype"]}:
                 found = f"computed in {record['dtype']} in one process, in {', '.join(sorted(dtypes))} on ranks"
                 meaning = "autocast, or the dtype of the networks, is another one on the ranks"
-                return "loss", where, place, found, meaning
+                yield "loss", where, place, found, meaning
             for j, (value, *theirs) in enumerate(zip(record["losses"], *(own["losses"] for own in others))):
                 mean, scale = math.fsum(theirs) / len(theirs), max(abs(value), 1e-12)
                 if not self._allows(step, ("loss", i, j), abs(mean - value) / scale, _LOSS):
                     shown = ", ".join(f"{v:.8g}" for v in theirs)
                     found = f"{value:.8g} in one process, {mean:.8g} as the mean of the ranks' ({shown})"
-                    return "loss", where, place, found, self._why_loss(step)
-        return None
+                    yield "loss", where, place, found, self._why_loss(step)
 
     def _why_loss(self, step: int) -> str:
         """Return why losses of a step differ: weights may do so by less than what counts, after the step before."""
@@ -472,7 +468,7 @@ class _Comparison:
             return _WHY_LOSS_OF_WHOLES
         return _WHY_LATER_LOSS if step else _WHY_LOSS
 
-    def _gradients(self, step: int) -> _Found:
+    def _gradients(self, step: int) -> Iterator[_Found]:
         for record, found in self._pairs("gradients", step):
             number, mine, every = record["optimizer"], record["gradients"], [own["gradients"] for own in found]
             total = math.hypot(*(own[0] for own in mine if own is not None))
@@ -499,20 +495,18 @@ class _Comparison:
                 where = _named([names[i] for i in sorted(odd, key=lambda i: -odd[i])])
                 said = f"{len(odd)} of {len(mine)} gradients differ (the first by {max(odd.values()):.1e})"
                 more, meaning = _why_gradients(mine, every, [*odd], max(1e-3, self._least_limit(_GRADIENT)))
-                return "gradients", where, record["place"], said + more, meaning
-        return None
+                yield "gradients", where, record["place"], said + more, meaning
 
-    def _rates(self, step: int) -> _Found:
+    def _rates(self, step: int) -> Iterator[_Found]:
         for record, every in self._pairs("gradients", step):
             for rank, theirs in enumerate(every):
                 if not any(abs(a - b) > 1e-9 * abs(a) for a, b in zip(record["lr"], theirs["lr"])):
                     continue
                 found = f"{record['lr']} in one process, {theirs['lr']} on rank {rank}"
                 meaning = "it is scaled by the number of ranks, a schedule steps more often, or each rank has its own"
-                return "learning rate", f"optimizer {record['optimizer'] + 1}", theirs["place"], found, meaning
-        return None
+                yield "learning rate", f"optimizer {record['optimizer'] + 1}", theirs["place"], found, meaning
 
-    def _weights(self, step: int) -> _Found:
+    def _weights(self, step: int) -> Iterator[_Found]:
         for record, found in self._pairs("step", step + 1):
             number, mine = record["optimizer"], record["weights"]
             first = self.one.first_step(number)
@@ -532,14 +526,13 @@ class _Comparison:
                     said = f"after the step {len(odd)} of {len(mine)} weights differ, {_BY_MORE}"
                     meaning = "gradients are the same: the optimizer has other settings or another state, or weights "
                     meaning += "are changed beside it on some ranks"
-                    return "weights", _named([first["names"][i] for i in odd]), theirs["place"], said, meaning
-        return None
+                    yield "weights", _named([first["names"][i] for i in odd]), theirs["place"], said, meaning
 
-    def _networks(self, step: int) -> _Found:
+    def _networks(self, step: int) -> Iterator[_Found]:
         runs = self.one, self.ranks[0]
         mine, theirs = (next((r["tensors"] for r in run.of("state", step + 1)), None) for run in runs)
         if mine is None or theirs is None:
-            return None
+            return
         begun = next(iter(self.one.all("state")))["tensors"]
         of_rounding = tuple(f".{name}" for name in self._of_rounding)  # copies of such weights
         if any(name.endswith("bias") for name in of_rounding):  # before BatchNorm, which subtracts it; not in its var
@@ -551,13 +544,13 @@ class _Comparison:
 
         odd = _differing(mine, theirs, parts)
         if not odd:
-            return None
+            return
         found = f"{len(odd)} tensors other than the trained weights differ after the step, {_BY_MORE}"
         meaning = (
             "a copy of the trained weights is not updated correctly on the ranks: an average or a target that holds "
             "another network's weights, is updated on one rank or at other steps, or a buffer of local samples"
         )
-        return "networks", _named(odd), _place(self.ranks[0], step), found, meaning
+        yield "networks", _named(odd), _place(self.ranks[0], step), found, meaning
 
     def difference_of_weights(self, step: int) -> float:
         both = ((mine["weights"], theirs["weights"]) for mine, (theirs, *_) in self._pairs("step", step))
@@ -565,14 +558,14 @@ class _Comparison:
         apart, size = math.hypot(*(distance(a, b) for a, b in pairs)), math.hypot(*(a[0] for a, _ in pairs))
         return apart / size if size else apart
 
-    def _steps(self, step: int) -> _Found:
+    def _steps(self, step: int) -> Iterator[_Found]:
         """Look for a process that does not make this step though the proof did not end it, or by another optimizer."""
         one, runs = self.one, (self.one, *self.ranks)
         made = [record for run in runs for record in run.of("step", step + 1)]
         missing = [run for run in runs if not run.is_cut and run.num_steps <= step]
         numbers = [f"optimizer {record['optimizer'] + 1}" for record in made]
         if not made or (len({*numbers}) == 1 and not missing):
-            return None
+            return
         num_steps, more = _range([run.num_steps for run in self.ranks]), " (and would make more)"
         found = f"one process made {one.num_steps} steps{more * one.is_cut}, the ranks "
         found += num_steps + more * any(run.is_cut for run in self.ranks)
@@ -587,7 +580,7 @@ class _Comparison:
                 "on a count of local samples divided by the number of all, or on the length of a loader"
             )
         last = [record for run in missing for record in run.of("step", run.num_steps)]
-        return "steps", "", [*last, *made][0]["place"], found, meaning
+        yield "steps", "", [*last, *made][0]["place"], found, meaning
 
 
 def _why_gradients(mine: Any, every: Sequence[Any], odd: Sequence[int], near: float) -> tuple[str, str]:

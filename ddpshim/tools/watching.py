@@ -147,7 +147,17 @@ class RankRecorder(StepRecorder):
         def see_pass(loader: Any, batches: Any) -> None:
             self._num_passes += 1
             number, sampler = self._loaders.setdefault(loader, self._num_passes), loader.batch_sampler
-            about = {"loader": number, **_about_pass(loader, self._num_passes)}
+            samples = getattr(sampler, "sampler", loader.sampler)
+            about = {
+                "loader": number,
+                "sampler": type(samples).__name__,
+                "is_share": isinstance(sampler, Shares),
+                "shuffles": getattr(samples, "shuffle", None),
+                "pass_number": self._num_passes,
+                # Not the loader's own length: asked for that of an iterable dataset, it warns in later passes.
+                "num_batches": _length(samples if sampler is None else sampler),
+                "num_samples": _length(samples),
+            }
             is_seen = isinstance(sampler, BatchSampler)
             self._passes[batches] = about, iter(self._drawn.get(sampler, ()) if is_seen else ())
             if number == self._num_passes and is_seen:
@@ -203,7 +213,7 @@ class RankRecorder(StepRecorder):
 
     def _probe(self, loader: Any) -> None:
         """Record a few samples, drawn from equal random numbers, if that makes them functions of their index."""
-        if not _is_alike() and not isinstance(loader.dataset, IterableDataset):
+        if not current().door.computes_alike and not isinstance(loader.dataset, IterableDataset):
             found = probed(loader)
             if found.why == DRAWS:
                 # From torch's generator torch seeds all those of data workers.
@@ -212,7 +222,7 @@ class RankRecorder(StepRecorder):
 
     def _own_streams(self) -> Optional[int]:
         """Return a number for the state of this rank's own random streams; None if they are those of one process."""
-        if _is_alike():
+        if current().door.computes_alike:
             return None
         states = [torch.default_generator.get_state()]
         states += [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
@@ -263,8 +273,8 @@ class RankRecorder(StepRecorder):
         known[1] += 1
         self._num_steps += 1
         seconds, weights = time.perf_counter() - self._own_s, [*map(sketch, self._trained[known[0]])]
-        here = current().world
-        replayed = current().part(Counts).replayed if here and _is_alike() and here.options.capture != "off" else None
+        here, is_alike = current().world, current().door.computes_alike
+        replayed = current().part(Counts).replayed if here and is_alike and here.options.capture != "off" else None
         about = {"seconds": round(seconds, 4), "replayed": replayed, "place": users_line()}
         self._write("step", optimizer=known[0], weights=weights, **about)
         self._has_unseen_state = True
@@ -298,20 +308,6 @@ def read(folder: Path, run: str) -> list[dict[str, Any]]:
     path = folder / f"{run}.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _about_pass(loader: Any, number: int) -> dict[str, Any]:
-    """Return what is known of a pass over a loader before its first batch; a length that it does not know is None."""
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    return {
-        "sampler": type(sampler).__name__,
-        "is_share": isinstance(loader.batch_sampler, Shares),
-        "shuffles": getattr(sampler, "shuffle", None),
-        "pass_number": number,
-        # Not the loader's own length: asked for that of an iterable dataset, it warns in later passes.
-        "num_batches": _length(sampler if loader.batch_sampler is None else loader.batch_sampler),
-        "num_samples": _length(sampler),
-    }
 
 
 def _length(sampler: Any) -> Optional[int]:
@@ -411,11 +407,6 @@ def _networks(trained: Container[int] = ()) -> Iterator[tuple[str, Any]]:
             counts[kind] += 1
             which = f"{type(module).__name__}~{zlib.crc32(repr(kind).encode()):08x}#{counts[kind]}"
             yield from ((f"{which}.{name}", tensor) for name, tensor in tensors)
-
-
-def _is_alike() -> bool:
-    """Whether ranks compute what one process would."""
-    return current().world is not None and current().door.computes_alike
 
 
 if __name__ == "__main__":  # with a folder, the name of the run, and the program with its arguments
