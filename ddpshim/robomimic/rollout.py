@@ -52,7 +52,7 @@ def _make_seeded(make: Callable[[], Any], episodes: Iterable[int], seed: int) ->
     reset = env.reset
 
     def seeded_reset(**options: Any) -> Any:
-        own = _seed_of_environment(seed, env.name, next(left))
+        own = derive_seed(seed, "rollout", env.name, next(left))
         seed_everything(own)
         with replaced(env, "reset", reset), environments.seeded(env, own):
             return env.reset(**options)
@@ -176,7 +176,7 @@ class _Rollouts:
 
         def play(turn: int) -> dict[str, Any]:
             seed = derive_seed(session().seed, "rollout", str(self.options.get("epoch")), name, turn)
-            of_env = _seed_of_environment(session().seed, name, turn) if self.in_turn else seed
+            of_env = derive_seed(session().seed, "rollout", name, turn) if self.in_turn else seed  # in each evaluation
             is_checked, frames = turn < here.world_size, list[Any]()
             # The parts of a vector environment seed themselves, see `deal_episodes`.
             seeding = contextlib.nullcontext() if _is_vector(env) else environments.seeded(env, of_env, is_checked)
@@ -228,8 +228,3 @@ class _Rollouts:
 def _is_vector(env: Any) -> bool:
     """Whether `env` is a vector environment of tianshou, which plays several episodes at once in other processes."""
     return hasattr(env, "get_env_attr")
-
-
-def _seed_of_environment(seed: int, name: str, episode: int) -> int:
-    """Return the environment's seed for an episode, the same in every evaluation."""
-    return derive_seed(seed, "rollout", name, episode)

@@ -83,8 +83,8 @@ class Certifier(StepRecorder):
         saves, is_repeating, first = job.part(ProgressFiles), self._last is not None, self._document["first"]
         saves.also.append(self._keep)
         # A later start begins at a mark; a repetition has its last one there.
-        saves.before.append(lambda: self._mark_between(not is_repeating or self._num_steps == self._last))
-        job.before_end.callback(lambda: self._mark_between(not job.is_failing() and not is_failure(sys.exc_info()[1])))
+        saves.before.append(lambda: self._mark(not is_repeating or self._num_steps == self._last))
+        job.before_end.callback(lambda: self._mark(not job.is_failing() and not is_failure(sys.exc_info()[1])))
         if here.is_main:
             self._document.update(exact=here.options.exact, ranks=here.world_size, facts={})
             if saves.restored is not None and not is_repeating:
@@ -124,8 +124,10 @@ class Certifier(StepRecorder):
 
     # Marks
 
-    def _mark(self) -> None:
-        """Record the state after this step, on the main rank. Local."""
+    def _mark(self, is_due: bool = True) -> None:
+        """Record the state after this step, or where a file is saved or the program ends, unless it is there. Local."""
+        if not is_due or len(self._losses) == 1:
+            return
         here, (*steps, not_made) = world(), self._losses
         self._losses = [not_made]
         if not here.is_main:
@@ -139,11 +141,6 @@ class Certifier(StepRecorder):
         self._wait()
         mark = {"step": self._num_steps, "losses": losses}
         self._written = [self._writer.submit(self._add, mark, weights)]
-
-    def _mark_between(self, is_due: bool) -> None:
-        """Record the state between two steps, where a file is saved or the program ends, unless it is there. Local."""
-        if is_due and len(self._losses) > 1:
-            self._mark()
 
     def _wait(self) -> None:
         """Wait until the last mark is written. Raises CertificateError if it could not be."""

@@ -93,12 +93,9 @@ class StepRecorder:
         NewFiles(self._folder).install()
         self._undo.enter_context(replaced(builtins, "input", lambda prompt="": "n"))
 
-    def _note_end(self) -> None:
-        (self._folder / f"{self._run}.over").touch()
-
     def _end_with_peers(self, timeout_s: float) -> NoReturn:
         """End this process and its data workers once all ranks have noted their end."""
-        self._note_end()
+        (self._folder / f"{self._run}.over").touch()
         end, peers = time.monotonic() + timeout_s, f"{self._run.partition('_')[0]}*.over"
         # A peer may still be receiving the last gradients from this one. (By `posix`: where other ranks see the main
         # rank's files, a look at a file asks it, and it may have ended.)
@@ -195,7 +192,7 @@ class RankRecorder(StepRecorder):
             if is_failure(error):
                 self._write("failed", error=f"{type(error).__name__}: {error}"[:200])
             self._see_state(is_last=True)
-            self._note_end()
+            (self._folder / f"{self._run}.over").touch()
         self._undo.close()
 
     def _write(self, kind: str, **values: Any) -> None:
