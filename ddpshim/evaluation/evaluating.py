@@ -10,7 +10,7 @@ import time
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -140,9 +140,20 @@ def evaluate(
             different weights or arguments.
     """
     here, start = world(), time.perf_counter()
-    rules = _Rules((here.seed or 0) if seed is None else seed, horizon, ends_at_success, is_success)
-    _check(here, policy, rules, num_episodes, confidence)
-    play = functools.partial(current().part(_Player).play, make_env, policy, rules)
+    seed = (here.seed or 0) if seed is None else seed
+    facts = {"num_episodes": num_episodes, "horizon": horizon, "confidence": confidence, "seed": seed}
+    _check(here, policy, {**facts, "ends_at_success": ends_at_success})
+
+    def play(number: int) -> tuple[Any, Any]:
+        """Play an episode, and restore streams, modes and threads; return the fields of its `Episode` and `Shown`."""
+        env, begun = current().part(_Environment).of(make_env, seed), time.perf_counter()
+        own = derive_seed(seed, "episode", number) % 2**31  # environments need 31 bits
+        seeding = environments.seeded(env, own, is_checked=number < _NUM_CHECKED)
+        with shared_random_streams(own), _acting(policy) as act, seeding as shown:
+            success, rewards = _rewards(env, act, horizon, ends_at_success, is_success)
+        seconds = time.perf_counter() - begun
+        return (number, own, success, sum(rewards), len(rewards), seconds), astuple(shown)
+
     render_on_own_gpu(here)
     deal = Deal(here, num_episodes)
     with outside_steps():
@@ -201,31 +212,22 @@ def exact_interval(successes: int, episodes: int, confidence: float = 0.95) -> t
     return lower, upper
 
 
-class _Player:
-    """Plays episodes, and keeps the environment. A job has one."""
+class _Environment:
+    """The environment that this rank plays in, kept between evaluations. A job has one."""
 
     def __init__(self) -> None:
         self._make_env: Any = None
         self._env: Any = None
         current().at_end.callback(self._close)
 
-    def play(self, make_env: Callable[[], Any], policy: Any, rules: _Rules, number: int) -> tuple[Any, Any]:
-        """Play an episode; return the fields of its `Episode` and `Shown`. Local.
-
-        Random streams, the modes of networks and the number of threads are restored.
-        """
+    def of(self, make_env: Callable[[], Any], seed: int) -> Any:
+        """Return what `make_env` made last, or makes now; random streams are unchanged. Local."""
         if self._make_env is not make_env:
             self._close()
-            with shared_random_streams(rules.seed):
+            with shared_random_streams(seed):
                 self._env = make_env()
             self._make_env = make_env
-        seed = derive_seed(rules.seed, "episode", number) % 2**31  # environments need 31 bits
-        start = time.perf_counter()
-        seeding = environments.seeded(self._env, seed, is_checked=number < _NUM_CHECKED)
-        with shared_random_streams(seed), _acting(policy) as act, seeding as shown:
-            success, rewards = _rewards(self._env, act, rules)
-        seconds = time.perf_counter() - start
-        return (number, seed, success, sum(rewards), len(rewards), seconds), astuple(shown)
+        return self._env
 
     def _close(self) -> None:
         """Close the environment, if there is one. Local; idempotent."""
@@ -234,19 +236,10 @@ class _Player:
             env.close()
 
 
-class _Rules(NamedTuple):
-    """The rules by which episodes are played: see `evaluate`."""
-
-    seed: int
-    horizon: Optional[int]
-    ends_at_success: bool
-    is_success: Optional[IsSuccess]
-
-
-def _check(here: World, policy: Any, rules: _Rules, num_episodes: int, confidence: float) -> None:
+def _check(here: World, policy: Any, facts: dict[str, Any]) -> None:
     """Raise RolloutError if an argument is invalid, or differs between ranks (collective)."""
-    odd = [] if 0 < confidence < 1 else [f"confidence={confidence}"]
-    numbers = {"num_episodes": num_episodes, "horizon": rules.horizon}
+    odd = [] if 0 < facts["confidence"] < 1 else [f"confidence={facts['confidence']}"]
+    numbers = {name: facts[name] for name in ("num_episodes", "horizon")}
     odd += [f"{name}={number}" for name, number in numbers.items() if number is not None and number < 1]
     if odd:
         raise RolloutError(
@@ -254,7 +247,6 @@ def _check(here: World, policy: Any, rules: _Rules, num_episodes: int, confidenc
             "1, and at least one episode of one step."
         )
     hashes = [hash_of({}, network.state_dict()) for network in networks_of(policy)]
-    facts = {**numbers, "confidence": confidence, "seed": rules.seed, "ends_at_success": rules.ends_at_success}
     everyones = here.gather({**facts, "the weights of the policy": hashes})
     apart = [name for name in everyones[0] if any(facts[name] != everyones[0][name] for facts in everyones)]
     if apart:
@@ -265,12 +257,13 @@ def _check(here: World, policy: Any, rules: _Rules, num_episodes: int, confidenc
         )
 
 
-def _rewards(env: Any, act: Callable[[Any], Any], rules: _Rules) -> tuple[bool, list[float]]:
+def _rewards(
+    env: Any, act: Callable[[Any], Any], horizon: Optional[int], ends_at_success: bool, is_success: Optional[IsSuccess]
+) -> tuple[bool, list[float]]:
     observation, rewards, has_succeeded = env.reset(), [], False
     if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping):
         observation = observation[0]  # (observation, info): gymnasium, gym from 0.26 on
-    horizon = _MOST_STEPS if rules.horizon is None else rules.horizon
-    for _ in range(horizon):
+    for _ in range(_MOST_STEPS if horizon is None else horizon):
         step = env.step(act(observation))
         if type(step) is not tuple or len(step) not in (4, 5) or not isinstance(step[-1], Mapping):
             raise RolloutError(
@@ -280,11 +273,11 @@ def _rewards(env: Any, act: Callable[[Any], Any], rules: _Rules) -> tuple[bool, 
             )
         observation, reward, *ends, info = step
         rewards.append(float(reward))
-        has_succeeded |= bool(rules.is_success(env, info)) if rules.is_success else _says_success(env, info)
-        if any(map(bool, ends)) or (has_succeeded and rules.ends_at_success):
+        has_succeeded |= bool(is_success(env, info)) if is_success else _says_success(env, info)
+        if any(map(bool, ends)) or (has_succeeded and ends_at_success):
             break
     else:
-        if rules.horizon is None:
+        if horizon is None:
             raise RolloutError(
                 f"an episode did not end in {_MOST_STEPS} steps; the evaluation might never end. Give it a horizon."
             )

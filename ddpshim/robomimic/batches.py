@@ -316,7 +316,7 @@ _Rows = Callable[[str], Any]  # of a key
 class _Region:
     """The place in a file of one key's data, for all demonstrations; reads rows from there."""
 
-    def __init__(self, path: str, key: str, found: Sequence[Any], lengths: Sequence[int]) -> None:
+    def __init__(self, path: str, key: str, found: Sequence[Any], lengths: Any) -> None:
         import numpy as np
 
         if any(data is None for data in found):
