@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
+import gc
 import math
 import operator
 import os
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn, Optional
 
 import torch
@@ -45,6 +47,7 @@ _MOST_REGIONS = 8  # of a module: by shapes and types of row tensors
 _MOST_GRAPHS = 4  # of a region: by what the module's Python does
 _AUDITED = {1, 10, 100, 1000}  # replays of a graph that are compared with the program's Python, and each last again
 _T = torch.Tensor
+Unguarded = tuple[Callable[[], Collection[Any]], list[Any]]  # what returns it now, and as it was then
 # Of Dynamo: what its guards leave out by default, and what its graph may not hold.
 _CONFIG: dict[str, Any] = {
     "allow_rnn": True,
@@ -67,26 +70,25 @@ _KNOWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirn
 _UNSEEN = {"environ", "getenv", "getenvb", "__dict__", "vars", "globals", "locals"}
 _HANDLES = {"CHECK_EXC_MATCH", "SETUP_FINALLY", "JUMP_IF_NOT_EXC_MATCH"}
 _CONTAINERS = (tuple, list, dict, OrderedDict)
+# Of the functions by which code asks whether it is traced, one that no program calls.
+_IS_TRACED = getattr(torch._dynamo.eval_frame, "_is_in_optimized_module", torch._utils.is_compiling)
 _OURS = {torch._C._set_grad_enabled, torch._dynamo.allow_in_graph(met_by_rows)}
 
 
 def is_supported() -> bool:
-    """Whether this torch has what captures stand on: up to 2.11 no guard sees a function's defaults change. Local."""
-    if getattr(torch._dynamo.config, "skip_guards_on_constant_func_defaults", True):
-        return False
-    places = torch._dynamo.eval_frame, torch._dynamo.variables.torch, torch._dynamo.guards
-    names = "_is_in_optimized_module", "tracing_state_functions", "GuardManagerWrapper"
+    """Whether this torch has what captures stand on; 2.7 lacks it. Local."""
+    places = torch._dynamo.eval_frame, torch._dynamo.variables.torch, torch._dynamo.guards, torch._dynamo.utils
+    names = "_debug_get_cache_entry_list", "tracing_state_functions", "GuardManagerWrapper", "get_traced_code"
     if torch._dynamo.config.disable or not all(hasattr(place, name) for place, name in zip(places, names)):
         return False
-    asked = places[1].tracing_state_functions()
-    return places[0]._is_in_optimized_module in asked and torch.compiler.is_compiling in asked
+    return {_IS_TRACED, torch.compiler.is_compiling} <= {*places[1].tracing_state_functions()}
 
 
 def _make_region(number: int) -> Any:
     """Return the call of a module as a function with code of its own, by which Dynamo keeps what it compiled."""
 
     def region(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not torch._dynamo.eval_frame._is_in_optimized_module():
+        if not _IS_TRACED():
             raise Refused("Dynamo leaves it to Python")  # which must not compute with stand-ins
         views: list[Any] = []
         own = _own(args, views), _own(kwargs, views)
@@ -328,28 +330,43 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def _check_code(codes: Any) -> None:
+def _programs(codes: Any) -> list[types.CodeType]:
+    """Return those of the traced `codes` that are the program's."""
+    einops = f"{os.sep}einops{os.sep}"
+    return [code for code in codes or () if not (code.co_filename.startswith(_KNOWN) or einops in code.co_filename)]
+
+
+def _check_code(codes: list[types.CodeType]) -> None:
     """Raise Refused if the program's Python depends on what no guard of Dynamo sees. Local."""
-    for code in codes or ():
-        if code.co_filename.startswith(_KNOWN) or f"{os.sep}einops{os.sep}" in code.co_filename:
-            continue
+    for code in codes:
         if names := _UNSEEN & {*code.co_names}:
             raise Refused(f"{code.co_name} reads {min(names)}, of which nobody sees a change")
         if any(step.opname in _HANDLES for step in dis.get_instructions(code)):
             raise Refused(f"{code.co_name} handles exceptions")
 
 
+def _functions_of(codes: list[types.CodeType]) -> list[Unguarded]:
+    """Return what calls take from all functions with these codes: up to torch 2.11 no guard sees it."""
+    ids = {id(code) for code in codes}
+    found = [x for x in gc.get_objects() if type(x) is types.FunctionType and id(x.__code__) in ids]
+    return [(functools.partial(_taken_from, function), [*_taken_from(function)]) for function in found]
+
+
+def _taken_from(function: Any) -> tuple[Any, ...]:
+    of_keywords = function.__kwdefaults__ or {}
+    return function.__name__, function.__defaults__, *of_keywords.values()
+
+
 def _states_of_eager(original: Callable[[], Any]) -> Callable[[], Any]:
     """Return a stand-in for Dynamo's table: code that asks whether it is compiled hears no, `region` yes. Local."""
-    ours = torch._dynamo.eval_frame._is_in_optimized_module
-    return lambda: {function: found and function is ours for function, found in original().items()}
+    return lambda: {function: found and function is _IS_TRACED for function, found in original().items()}
 
 
-def _classes_of(module: nn.Module) -> list[tuple[Any, list[Any]]]:
-    """Return the live attributes of all classes of a network and of what its modules hold, and as they are now."""
+def _classes_of(module: nn.Module) -> list[Unguarded]:
+    """Return the attributes of all classes of a network and of what its modules hold."""
     held = (x for one in module.modules() for x in (one, *vars(one).values()))
     classes = {cls for kind in {type(x) for x in held} for cls in kind.__mro__} - {object, nn.Module}
-    return [(vars(cls), [*vars(cls).values()]) for cls in classes if cls.__module__ != "builtins"]
+    return [(vars(cls).values, [*vars(cls).values()]) for cls in classes if cls.__module__ != "builtins"]
 
 
 class CapturedCalls:
@@ -359,7 +376,7 @@ class CapturedCalls:
 
     def __init__(self, name: str, rows: list[Rows]) -> None:
         self.name = name  # of the network
-        self._classes: list[tuple[Any, list[Any]]] = []  # Dynamo takes their methods for granted
+        self._unguarded: list[Unguarded] = []  # Dynamo takes it for granted
         self.rows, self.device = rows, rows[0].block.device  # of this call, in their order
         self.refused = ""  # why it is computed by the rules
         self.has_run = False  # this call has computed something
@@ -376,15 +393,17 @@ class CapturedCalls:
         self._num_graphs += 1
         if self._num_graphs > _MOST_GRAPHS:
             raise Refused("its Python differs from call to call")
-        _check_code(torch._dynamo.utils.get_traced_code())
+        codes = _programs(torch._dynamo.utils.get_traced_code())
+        _check_code(codes)
+        self._unguarded += _functions_of(codes)
         return _Graph(self, graph, examples)
 
     def __call__(self, module: nn.Module, rows: list[Rows], args: Any, kwargs: Any) -> Any:
         of = {id(x): stand_in for x, stand_in in zip(rows, self.stand_ins)}
         args, kwargs = mapped(lambda x: of.get(id(x), x), (args, kwargs))
         self.rows, self.has_run = rows, False
-        if not all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._classes):
-            raise Refused("a class was changed")
+        if not all(len(now()) == len(then) and all(map(operator.is_, now(), then)) for now, then in self._unguarded):
+            raise Refused("a class or the defaults of a function were changed")
         try:
             return self._function_for(module, args, kwargs)(module, args, kwargs)
         finally:
@@ -403,7 +422,7 @@ class CapturedCalls:
     def _compiling(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         places, name = torch._dynamo.variables.torch, "tracing_state_functions"
         eager = replaced(places, name, _states_of_eager(getattr(places, name)))
-        self._classes = _classes_of(module)
+        self._unguarded += _classes_of(module)
         with self._config, warnings.catch_warnings(), eager:
             warnings.simplefilter("ignore")
             return self._compile(module, args, kwargs)

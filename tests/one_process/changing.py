@@ -186,7 +186,17 @@ def _by_default(net: Net, y: Tensor, by: float = 1.0) -> Tensor:
     return y * by
 
 
+def _by_keyword(net: Net, y: Tensor, *, by: float = 1.0) -> Tensor:
+    return y * by
+
+
+def _by_name(net: Net, y: Tensor) -> Tensor:
+    return y * len(_by_default.__name__) + _by_default(net, y)
+
+
 program("a_default", lambda net, step, _: setattr(_by_default, "__defaults__", (1.0 + step // 4,)), _by_default)
+program("a_keyword", lambda net, step, _: _by_keyword.__kwdefaults__.update(by=1.0 + step // 4), _by_keyword)
+program("a_name", lambda net, step, _: setattr(_by_default, "__name__", "by" * (1 + step // 4)), _by_name)
 program(
     "a_variable",
     lambda net, step, _: os.environ.__setitem__("POWER_OF_NET", str(1 + step // 4)),

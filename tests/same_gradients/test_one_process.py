@@ -42,8 +42,8 @@ ALWAYS = [
 CHANGING = [
     *("attribute", "list_grows", "layer_wrapped", "methods_patched", "hook_of_all", "hook_of_gradients"),
     *("all_frozen_but_the_last", "weights_shared", "a_global", "seeds_inside", "inference", "no_grad_inside"),
-    *("a_dictionary_of_its_own", "twice", "keeps_a_mean", "writes_into_its_argument"),
-    "relu_in_place_after_batchnorm",
+    *("a_default", "a_keyword", "a_name", "a_dictionary_of_its_own", "twice", "keeps_a_mean"),
+    *("writes_into_its_argument", "relu_in_place_after_batchnorm"),
 ]
 # In which rounding does not grow from step to step.
 STEADY = [

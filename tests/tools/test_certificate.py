@@ -126,7 +126,7 @@ for step, x in enumerate(DataLoader(torch.randn(72, 4), 12)):
 
 
 @pytest.mark.launch
-@pytest.mark.skipif(not is_supported(), reason="captures need torch 2.12")
+@pytest.mark.skipif(not is_supported(), reason="captures need torch 2.8")
 def test_what_a_capture_gets_wrong_is_a_difference(tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change that no guard sees, between two replays that are compared: a repetition is without captures."""
     monkeypatch.setenv("DDPSHIM_ROWS", "all")
