@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from evidence.compare import nested_difference
-from evidence.equivalence import DATA, make_config, source
+from evidence.equivalence import make_run_config, source
 from evidence.results import Result, alternate, median_and_quartiles, ratio
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +58,7 @@ CONFIGS = {
     "bc_transformer_gmm": Config(
         "bc_transformer_gmm, 6 layers of 128, batch 100", "bc_transformer_gmm", _TRANSFORMER, 4, epochs=32
     ),
+    "bc_image": Config("bc, ResNet18, images of 32 x 32, batch 64", "bc_image_batchnorm", {"train__batch_size": 64}, 4),
 }
 
 
@@ -132,7 +133,7 @@ def _commands(config: Path, nproc: str = "1") -> dict[str, list[str]]:
 def config_file(chosen: Config, folder: Path, epochs: int, steps: int) -> Path:
     """Write the config file, made from the release's own template, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    return make_config(tree(), chosen.variant, DATA, folder, steps, epochs, **chosen.settings)
+    return make_run_config(tree(), RELEASE, chosen.variant, folder, steps, epochs, **chosen.settings)
 
 
 def _difference(one: Path, other: Path) -> str:
