@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import json
-import sys
+import re
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Hashable, Mapping, Sequence
-from types import FrameType
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from ddpshim.errors import SyncError
@@ -49,6 +50,10 @@ _AROUND = (
     *("ddpshim/job/group.py", "ddpshim/job/process_group.py"),
 )
 _MOST_FRAMES = 10
+# Of what faulthandler writes: it has ASCII only.
+_THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+).*$", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_ESCAPED = re.compile(r"\\(?:x(..)|u(....)|U(........))")
 
 # Work that one rank may do alone for any time: (file, function, name), found in its stack. A wait for it is not
 # reported for ten minutes.
@@ -113,12 +118,12 @@ class Waits:
     def __init__(self, timeout_s: float) -> None:
         self._most_s = timeout_s / 2
         self._longest_s: dict[str, float] = {}  # by line
-        self._state: Hashable = None
+        self._state: Any = None
         self.site: Optional[str] = None
         self._since = self._last_look = 0.0
         self._factor = 1.0
 
-    def look(self, now: float, state: Hashable, site: Optional[str]) -> bool:
+    def look(self, now: float, state: Any, site: Optional[str]) -> bool:
         """Return whether this rank has waited too long `now` (s), at line `site`, None if it does not wait. Local.
 
         `state` differs after progress.
@@ -241,26 +246,23 @@ class Watch:
         counted = (progress.num_passes, progress.num_collectives, progress.batch, progress.is_reducing)
         if counted != self._counted:
             self._counted, self._waiting, self.verdict = counted, None, None
-        (mine, frames), cpu_s = self._place(), 0.0
+        (mine, stack), cpu_s = self._place(), 0.0
         with contextlib.suppress(AttributeError, OSError):  # not every system says it
             cpu_s = time.clock_gettime(time.pthread_getcpuclockid(self._watched))
         spins = self._is_on_gpu or (mine.waits_in or "").startswith("World.")
         if not spins and cpu_s > self._cpu_s + 0.02:
             self._cpu_s = cpu_s  # a pass that computes, and calls of torch's own collectives, may have the same stack
-        code = tuple((id(frame.f_code), frame.f_lasti) for frame, _ in frames)
-        state = (counted, code, self._cpu_s if mine.waits_in is not None else 0.0)
+        state = (counted, stack, self._cpu_s if mine.waits_in is not None else 0.0)
         is_late = self._waits.look(now, state, mine.site if mine.waits_in is not None else None)
         if mine.waits_in is not None and not self._job.is_failing():
             self._waiting = mine._replace(still_s=self._waits.waited_s)
         return is_late
 
-    def _place(self) -> tuple[Standing, list[tuple[FrameType, int]]]:
-        """Return the rank's state, and its stack with line numbers, outermost frame first; empty if it has ended."""
-        progress, innermost = self._job.part(Progress), sys._current_frames().get(self._watched)
-        frames = [] if innermost is None else [*traceback.walk_stack(innermost)][::-1]
-        stack = traceback.StackSummary.extract(frames, lookup_lines=False)
+    def _place(self) -> tuple[Standing, list[traceback.FrameSummary]]:
+        """Return the rank's state, and its stack, outermost frame first."""
+        progress, stack = self._job.part(Progress), stack_of(self._watched)
         self._is_on_gpu = self._waits.waited_s > _GPU_AFTER_S and progress.waits_on_gpu()
-        return place_of(stack, progress, self._is_on_gpu), frames
+        return place_of(stack, progress, self._is_on_gpu), stack
 
     def _standing(self) -> Standing:
         if self._job.is_failing() and self._waiting is not None:  # torch ended its wait: what counts is where it waited
@@ -300,6 +302,27 @@ def begin(job: Job, here: World, timeout_s: float) -> Watch:
     atexit.register(watch.end)  # if Python ends a thread in the middle of a call to the store, the process crashes
     watch.thread.start()
     return watch
+
+
+def stack_of(thread: int) -> list[traceback.FrameSummary]:
+    """Return the stack of a thread, outermost frame first, at most 100 frames; empty if it has ended. Local.
+
+    Python writes it into a file. Who gets another thread's frames, and lets go of them when they have ended, ends the
+    lives of their variables in the wrong thread: TorchScript's crash, and __del__ may run anywhere.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        _, *told = _THREAD.split(file.read().decode(errors="replace"))
+    frames = next((frames for number, frames in zip(told[::2], told[1::2]) if int(number, 16) == thread), "")
+    return [
+        traceback.FrameSummary(_ESCAPED.sub(_unescaped, file_name), int(line), name, lookup_line=False)
+        for file_name, line, name in reversed(_FRAME.findall(frames))
+    ]
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    return chr(int(found[found.lastindex or 0], 16))
 
 
 def place_of(stack: list[traceback.FrameSummary], progress: Progress, waits_on_gpu: bool = False) -> Standing:

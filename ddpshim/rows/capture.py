@@ -347,9 +347,8 @@ def _check_code(codes: list[types.CodeType]) -> None:
 
 def _functions_of(codes: list[types.CodeType]) -> list[Unguarded]:
     """Return what calls take from all functions with these codes: up to torch 2.11 no guard sees it."""
-    ids = {id(code) for code in codes}
-    found = [x for x in gc.get_objects() if type(x) is types.FunctionType and id(x.__code__) in ids]
-    return [(functools.partial(_taken_from, function), [*_taken_from(function)]) for function in found]
+    functions = [x for x in gc.get_referrers(*codes) if type(x) is types.FunctionType]
+    return [(functools.partial(_taken_from, function), [*_taken_from(function)]) for function in functions]
 
 
 def _taken_from(function: Any) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import ddpshim
 from ddpshim.failures import failure, failure_notes, hang_detector
-from ddpshim.failures.hang_detector import Standing, Waits, Watch, describe, judge, place_of
+from ddpshim.failures.hang_detector import Standing, Waits, Watch, describe, judge, place_of, stack_of
 from ddpshim.job.world import World
 from ddpshim.model import guard
 from ddpshim.process.job import Job, current
@@ -133,6 +133,33 @@ def test_what_a_stack_says(stack: list[FrameSummary], waits_in: Optional[str], s
     assert (place.waits_in, place.section) == (waits_in, section)
     assert place.site == f"{TRAIN.filename}:40"
     assert place_of([TRAIN], done, waits_on_gpu=True).waits_in == "backward pass 5"
+
+
+def test_a_thread_that_is_looked_at_ends_its_variables_itself() -> None:
+    """Not the thread that looks: a scripted function crashed so (torch 2.1, 2.8), and a context of OpenGL may."""
+    ended_in, seen, is_done, ident = set[int](), list[list[FrameSummary]](), threading.Event(), threading.get_ident()
+
+    class Affine:
+        def __del__(self) -> None:
+            ended_in.add(threading.get_ident())
+
+    def looks() -> None:
+        while not is_done.is_set():
+            seen.append(stack_of(ident))
+
+    code = compile("def works(made):\n  held = made()\n  return sum(range(3000))\n", "/t/überfein.py", "exec")
+    exec(code, found := dict[str, Any]())
+    looking, end = threading.Thread(target=looks), time.monotonic() + 1
+    looking.start()
+    while time.monotonic() < end or len(seen) < 50:
+        found["works"](Affine)
+    is_done.set()
+    looking.join()
+    assert ended_in == {ident}
+    assert ("/t/überfein.py", 3, "works") in {(one.filename, one.lineno, one.name) for one in (s[-1] for s in seen)}
+    assert {s[-2].name for s in seen if s[-1].name == "works"} == {
+        "test_a_thread_that_is_looked_at_ends_its_variables_itself"
+    }
 
 
 def test_each_function_that_waits_exists() -> None:
