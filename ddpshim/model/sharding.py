@@ -57,8 +57,8 @@ class ShardedModule(guard.Reduced, BareModule):
         # Inner blocks first: each takes the parameters that no other has taken.
         for child in reversed([child for child in module.modules() if id(child) in blocks]):
             if type(child).forward is not nn.Module.forward and any(True for _ in child.parameters()):
-                fsdp.fully_shard(child)
-        fsdp.fully_shard(module)
+                _fully_shard(child)
+        _fully_shard(module)
         super().__init__(module)
         mine = self.__dict__
         mine["_name"], mine["_syncs"] = name_of_class, True
@@ -139,7 +139,18 @@ def _fsdp() -> Any:
             "torch.distributed.fsdp.fully_shard; every rank would hold the whole network. Upgrade to torch 2.6, or "
             "leave shard out."
         )
+    if world().backend == "gloo" and not hasattr(fsdp.FSDPModule, "set_force_sum_reduction_for_comms"):
+        raise SyncError(
+            f"wrap_parallel(shard=True) on CPUs with torch {torch.__version__}, in which gloo returns the sum of the "
+            "ranks' gradients in place of their mean. Upgrade to torch 2.8, or leave shard out."
+        )
     return fsdp
+
+
+def _fully_shard(module: Any) -> None:
+    _fsdp().fully_shard(module)
+    if world().backend == "gloo":
+        module.set_force_sum_reduction_for_comms(True)  # in 2.8 its mean is a sum; now torch itself divides
 
 
 def _is_part(value: Any) -> bool:
