@@ -50,10 +50,8 @@ _AROUND = (
     *("ddpshim/job/group.py", "ddpshim/job/process_group.py"),
 )
 _MOST_FRAMES = 10
-# Of what faulthandler writes: it has ASCII only.
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+).*$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_ESCAPED = re.compile(r"\\(?:x(..)|u(....)|U(........))")
 
 # Work that one rank may do alone for any time: (file, function, name), found in its stack. A wait for it is not
 # reported for ten minutes.
@@ -313,16 +311,10 @@ def stack_of(thread: int) -> list[traceback.FrameSummary]:
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
-        _, *told = _THREAD.split(file.read().decode(errors="replace"))
+        _, *told = _THREAD.split(file.read().decode("unicode_escape", "replace"))
     frames = next((frames for number, frames in zip(told[::2], told[1::2]) if int(number, 16) == thread), "")
-    return [
-        traceback.FrameSummary(_ESCAPED.sub(_unescaped, file_name), int(line), name, lookup_line=False)
-        for file_name, line, name in reversed(_FRAME.findall(frames))
-    ]
-
-
-def _unescaped(found: re.Match[str]) -> str:
-    return chr(int(found[found.lastindex or 0], 16))
+    found = reversed(_FRAME.findall(frames))
+    return [traceback.FrameSummary(name, int(line), function, lookup_line=False) for name, line, function in found]
 
 
 def place_of(stack: list[traceback.FrameSummary], progress: Progress, waits_on_gpu: bool = False) -> Standing:
