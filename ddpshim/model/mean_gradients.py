@@ -92,6 +92,8 @@ class Means:
 
     def _take(self, network: MeanGradients, p: Any) -> None:
         """Take a gradient that is complete."""
+        if p.grad is None:  # a function of the program's gave none
+            return
         number = self._numbers[id(p)]
         if not network._syncs:
             network._postponed[number] = p

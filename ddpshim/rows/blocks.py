@@ -241,5 +241,6 @@ def same(whole: torch.Tensor) -> torch.Tensor:
     if not whole.requires_grad:
         return whole
     used = whole.view_as(whole)
-    used.register_hook(Mean.apply)  # no function of its own: its view would refuse changes of `whole` in place
+    # No function of its own: its view would refuse changes of `whole` in place.
+    used.register_hook(lambda gradient: None if gradient is None else Mean.apply(gradient))  # type: ignore[no-untyped-call]
     return used

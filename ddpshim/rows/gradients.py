@@ -10,7 +10,7 @@ import functools
 import sys
 import types
 import weakref
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import torch
 from torch.utils import checkpoint as torch_checkpoint
@@ -141,7 +141,10 @@ def _require(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(T.retain_grad, moves=True)
 def _retain(func: Any, args: Any, kwargs: Any) -> Any:
     source = _source(args[0])
-    (source.block if isinstance(source, Rows) else source).retain_grad()
+    if isinstance(source, Rows):
+        func(source.block)  # not the stand-in: a block's gradient is no mean over ranks
+    else:
+        source.retain_grad()
 
 
 @rule(T.grad.__get__, moves=True)  # type: ignore[union-attr]
@@ -195,9 +198,9 @@ def _averaged(tensor: torch.Tensor, hook: Callable[[Any], Any]) -> Callable[[Any
     """Return a hook of `tensor` that gives `hook` the mean over ranks, if a wrapper reduces its gradient later."""
     parameters = [*map(weakref.ref, parameters_of(tensor))]
 
-    def averaged(gradient: torch.Tensor) -> Any:
+    def averaged(gradient: Optional[torch.Tensor]) -> Any:
         known = [parameter() for parameter in parameters]
-        is_one_of_ranks = all(one is not None and is_reduced(one) for one in known)
+        is_one_of_ranks = gradient is not None and all(one is not None and is_reduced(one) for one in known)
         return plain(hook(Mean.apply(gradient) if is_one_of_ranks else gradient))  # type: ignore[no-untyped-call]
 
     return averaged
@@ -222,8 +225,8 @@ def _of_whole(hook: Callable[[Any], Any], rows: Rows) -> Callable[[Any], Any]:
     dim, part = rows.dimension, rows.part
     factor = 1 if rows.block.is_leaf else blocks.factor()
 
-    def called(gradient: torch.Tensor) -> Any:
-        changed = hook(gathered(gradient, dim, part) / factor)
+    def called(gradient: Optional[torch.Tensor]) -> Any:
+        changed = hook(None if gradient is None else gathered(gradient, dim, part) / factor)
         return None if changed is None else cut(plain(changed), dim, part) * factor
 
     return called

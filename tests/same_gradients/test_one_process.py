@@ -36,7 +36,8 @@ OF_GPUS = ["gpus.pinned_by_workers", "gpus.compiled_in_one_piece", "gpus.dropout
 ALWAYS = [
     *("hostile.asarray_written", "hostile.views_of_parameters", "hostile.gradients_that_keep_their_graph"),
     *("hostile.compiled_eager", "hostile.compiled_in_place", "hostile.third_derivatives", *OF_GPUS),
-    *("idioms.losses_that_torch_reads_itself", "idioms.computed_from_parameters"),
+    *("idioms.losses_that_torch_reads_itself", "idioms.computed_from_parameters", "hostile.gradients_retained"),
+    "hostile.functions_that_give_no_gradient",
 ]
 # Of each kind: the network's own, its class, hooks, what is not the network's, and what a call gets and keeps.
 CHANGING = [

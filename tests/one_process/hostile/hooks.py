@@ -169,6 +169,31 @@ def hooks_on_hidden_values(net: Net, x: Tensor) -> Tensor:
     return out
 
 
+class _KeepsItsWeight(torch.autograd.Function):
+    """Uses a weight, for which it has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * 1.5, None
+
+
+@program
+def functions_that_give_no_gradient(log: Log) -> Trained:
+    net = Net(lambda net, x: _KeepsItsWeight.apply(net.head(x), net.weight), head=nn.Linear(6, 1))
+    net.weight = nn.Parameter(torch.ones(1))
+    optimizer = SGD(net.parameters(), 0.1)
+    for x, y in loader(*data()):
+        optimizer.zero_grad()
+        F.mse_loss(net(x), y).backward()
+        optimizer.step()
+        log(float(net.weight.grad is None))
+    return [net]
+
+
 @program
 def gradients_retained(log: Log) -> Trained:
     hidden: list[Tensor] = []
@@ -180,8 +205,8 @@ def gradients_retained(log: Log) -> Trained:
 
     net = Net(forward, body=nn.Linear(6, 6), head=nn.Linear(6, 1))
     optimizer = SGD(net.parameters(), 0.1)
-    for x, y in loader(*data()):
-        x.requires_grad_()
+    for step, (x, y) in enumerate(loader(*data())):
+        x.requires_grad_(step % 2 == 0)  # else all gradients are of parameters that ranks average
         loss = F.mse_loss(net(x), y)
         loss.retain_grad()
         optimizer.zero_grad()
