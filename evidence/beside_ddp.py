@@ -51,6 +51,7 @@ def _without_guards(backward: Any) -> Iterator[None]:
 def _train(names: list[str], num_blocks: int, num_steps: int, out: Path) -> None:
     """Run as one rank: write for each network and door the milliseconds of a step, by block."""
     torch.set_num_threads(1)
+    main_thread_train.Trainer.syncs_batchnorm = False
     backward = torch.autograd.backward
     import ddpshim
 

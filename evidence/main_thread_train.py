@@ -116,9 +116,11 @@ NETWORKS = ("bc", "bc_rnn_gmm", "bc_transformer", "unet", "act", "resnet")
 class Trainer:
     """A network, wrapped as by `door`, and the parts of its training step.
 
-    Doors: plain (one process, or a program that `run` starts), ddp (torch's), accelerate, shares. With ddp,
-    accelerate and shares each rank has its own statistics of BatchNorm: torch's SyncBatchNorm needs a GPU.
+    Doors: plain (one process, or a program that `run` starts), ddp (torch's, with a BatchNorm that is synced by hand),
+    accelerate (with BatchNorm of a rank), shares.
     """
+
+    syncs_batchnorm = True  # with ddp and shares
 
     def __init__(self, door: str, name: str, net: nn.Module, tensors: list[Tensor]) -> None:
         self.name = name
@@ -132,10 +134,10 @@ class Trainer:
             size = BATCH_SIZE // dist.get_world_size()
             loader = DataLoader(data, size, sampler=DistributedSampler(data)) if door == "ddp" else loader
         if door == "ddp":
-            self.net: Any = nn.parallel.DistributedDataParallel(net)
+            self.net: Any = programs.with_ddp(net, self.syncs_batchnorm)
         elif door == "shares":
             ddpshim = importlib.import_module("ddpshim")  # by name: `run` would leave a program alone that imports it
-            self.net = ddpshim.wrap_parallel(net, sync_batchnorm=False)  # as in torch's, on CPUs
+            self.net = ddpshim.wrap_parallel(net, sync_batchnorm=self.syncs_batchnorm)
             loader = ddpshim.make_loader(data, batch_size=BATCH_SIZE, shuffle=True)
         else:
             self.net = net

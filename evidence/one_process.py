@@ -3,8 +3,9 @@
     python -m evidence.one_process [--quick] [--only act,unet_256] [--scaling]
 
 Two ranks, one thread each. The programs are in one_process_programs.py. Hand-written DDP has half of the batch on each
-rank, noise of its own, and BatchNorm of a rank; its numbers are others. What a step needs: operations on rows, wholes
-that were gathered and their bytes, and messages of every kind (also the gradients' and those of numbers read).
+rank, noise of its own, and a BatchNorm that is synced by hand; its numbers are others. What a step needs: operations on
+rows, wholes that were gathered and their bytes, and messages of every kind (also the gradients' and those of numbers
+read).
 
 `--scaling`: what more ranks can gain when the batch stays that of one process. A step of one sample of the U-Net is the
 floor, which does not shrink with the batch; so the most that N ranks can give, without messages, is a step of floor +

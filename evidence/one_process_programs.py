@@ -3,7 +3,8 @@
 `python evidence/one_process_programs.py NAME NUM_BLOCKS OUT` runs a block of steps to warm up, then NUM_BLOCKS
 measured ones, and writes OUT: {"ms": milliseconds of a step in each block, "cpu_ms": the CPU time of all its threads,
 "main_ms": that of the main thread, "loss": the last loss, and, by `run`, what a step needed}. Started by torchrun with
-DDP_BY_HAND=1, it is what people write instead: torch's DDP, and a DistributedSampler, at the same global batch.
+DDP_BY_HAND=1, it is what people write instead: torch's DDP, a DistributedSampler and a synced BatchNorm, at the same
+global batch.
 """
 
 from __future__ import annotations
@@ -21,12 +22,37 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 BY_HAND = "DDP_BY_HAND" in os.environ
 WIDTHS = (64, 128, 256)
 NUM_BATCHES = 100  # of an epoch, at whose end ranks compare weights
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class SyncedByHand(nn.BatchNorm2d):
+    """BatchNorm over all ranks as one writes it for CPUs, where torch's SyncBatchNorm does not run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        of_rank = torch.stack([x.mean((0, 2, 3)), x.square().mean((0, 2, 3))])
+        mean, square = all_reduce(of_rank) / dist.get_world_size()
+        variance, num = square - mean.square(), x.numel() // x.shape[1] * dist.get_world_size()
+        with torch.no_grad():
+            for statistic, value in ((self.running_mean, mean), (self.running_var, variance * (num / (num - 1)))):
+                statistic.lerp_(value, self.momentum)  # type: ignore[union-attr, arg-type]
+        scale = self.weight * (variance + self.eps).rsqrt()
+        return x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]
+
+
+def with_ddp(net: nn.Module, syncs_batchnorm: bool = True) -> nn.Module:
+    """Return torch's DDP of a network, whose BatchNorm is synced by hand."""
+    for module in net.modules():
+        if syncs_batchnorm and type(module) is nn.BatchNorm2d:
+            module.__class__ = SyncedByHand
+    return nn.parallel.DistributedDataParallel(net)
 
 
 class Block(nn.Module):
@@ -77,7 +103,7 @@ def _batches(data: Dataset[Any], batch_size: int, num_workers: int = 0) -> Itera
 
 
 def _placed(net: nn.Module) -> Any:
-    return nn.parallel.DistributedDataParallel(net.to(DEVICE)) if BY_HAND else net.to(DEVICE)
+    return with_ddp(net.to(DEVICE)) if BY_HAND else net.to(DEVICE)
 
 
 def unet(batch_size: int) -> Callable[[], float]:
