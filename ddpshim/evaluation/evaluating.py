@@ -221,7 +221,10 @@ class _Environment:
         current().at_end.callback(self._close)
 
     def of(self, make_env: Callable[[], Any], seed: int) -> Any:
-        """Return what `make_env` made last, or makes now; random streams are unchanged. Local."""
+        """Return the environment that `make_env` has made: it is called once for each evaluation's function.
+
+        Random streams stay as they are. Local.
+        """
         if self._make_env is not make_env:
             self._close()
             with shared_random_streams(seed):

@@ -57,8 +57,8 @@ class ShardedModule(guard.Reduced, BareModule):
         # Inner blocks first: each takes the parameters that no other has taken.
         for child in reversed([child for child in module.modules() if id(child) in blocks]):
             if type(child).forward is not nn.Module.forward and any(True for _ in child.parameters()):
-                _fully_shard(child)
-        _fully_shard(module)
+                _fully_shard(fsdp, child)
+        _fully_shard(fsdp, module)
         super().__init__(module)
         mine = self.__dict__
         mine["_name"], mine["_syncs"] = name_of_class, True
@@ -147,8 +147,8 @@ def _fsdp() -> Any:
     return fsdp
 
 
-def _fully_shard(module: Any) -> None:
-    _fsdp().fully_shard(module)
+def _fully_shard(fsdp: Any, module: Any) -> None:
+    fsdp.fully_shard(module)
     if world().backend == "gloo":
         module.set_force_sum_reduction_for_comms(True)  # in 2.8 its mean is a sum; now torch itself divides
 

@@ -280,7 +280,7 @@ class _Comparison:
         # Ranks may have failed in the first step.
         for step in range(max(1, *(run.num_steps for run in (self.one, *self.ranks)))):
             for look in _ALWAYS if self.by_design else _LOOKS:
-                for found in getattr(self, f"_{look}")(step):
+                if found := next(getattr(self, f"_{look}")(step), None):
                     return Parting(step + 1, *found)
         return None
 

@@ -44,6 +44,10 @@ Program = Callable[[Log], Trained]
 
 
 class Programs(dict[str, Program]):
+    def __setitem__(self, name: str, program: Program) -> None:
+        assert name not in self, f"two programs are called {name}"
+        super().__setitem__(name, program)
+
     def add(self, program: Program) -> Program:
         self[program.__name__] = program
         return program
