@@ -95,6 +95,9 @@ class Options:
         "number of virtual ranks: any world size that divides it gives bitwise identical weights; with `run` or "
         '`setup(batch="global")`',
     )
+    rows_at_once: Optional[int] = option(
+        None, _or_none(_WHOLE), "under `run`: networks are computed on so many rows of a rank at once, in less memory"
+    )
     capture: str = option(
         "auto",
         choice("auto", "force", "off"),
@@ -216,6 +219,11 @@ def _parse(found: Mapping[str, tuple[str, Any]], problems: list[str]) -> dict[st
         problems.append(
             f"{found['lr_rule'][0]}: lr_rule={values['lr_rule']} without per_rank_batch: the global batch is "
             "unchanged, so the learning rate must be too. Set per_rank_batch as well, or leave lr_rule out"
+        )
+    if values.get("rows_at_once") is not None and (values.get("exact") is not None or values.get("capture") == "off"):
+        problems.append(
+            f"{found['rows_at_once'][0]}: rows_at_once with exact, or with capture=off: it computes what is captured "
+            "of a network, and adds up gradients by its own pieces, not by virtual ranks. Leave one of them out"
         )
     if problems:
         count = f"{len(problems)} options are" if len(problems) > 1 else "1 option is"

@@ -23,7 +23,7 @@ from typing import NamedTuple, Optional, Union
 
 from ddpshim import variables
 from ddpshim.errors import SyncError
-from ddpshim.failures import preemption
+from ddpshim.failures import memory, preemption
 from ddpshim.process import observed
 from ddpshim.process.job import current
 from ddpshim.process.job_store import ask_store, claim, is_there, rank_in
@@ -220,6 +220,8 @@ def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) ->
 
     Only with `knows_cause` it replaces an earlier note, whose moment it keeps.
     """
+    with contextlib.suppress(Exception):
+        memory.explain(error)
     folder = os.environ.get(variables.RUN_DIR)
     rank = os.environ.get("RANK", os.environ.get(variables.RANK))
     if folder is None or rank is None:

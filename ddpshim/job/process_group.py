@@ -68,6 +68,11 @@ def check_options(door: Door, options: Options) -> None:
             'would depend on the number of ranks. Call ddpshim.setup(batch="global"), or start the unmodified '
             "single-process program by `python -m ddpshim run`."
         )
+    if not door.computes_alike and options.rows_at_once is not None:
+        raise OptionsError(
+            f"rows_at_once={options.rows_at_once} with local batches: it would do nothing. Start the unmodified "
+            'program by `python -m ddpshim run`, or call ddpshim.setup(batch="global").'
+        )
     for name in ("per_rank_batch", "lr_rule") if door.computes_alike else ():
         if name in options.changed():
             raise OptionsError(

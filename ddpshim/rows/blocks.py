@@ -67,11 +67,17 @@ class State:
         self.is_in_piece = False  # one is being computed (`pieces`)
         self.factor = 1 if self.is_exact else self.ranks.size  # of gradients inside blocks to a rank's share
         self.num_messages = 0  # how often wholes were gathered, or added up
+        self.rows_at_once = None if world is None else world.options.rows_at_once  # of a network's call
+        self.mask = own_rows  # returns this rank's rows of a mask that the first argument draws, as of the second
         self.tape: Any = None  # writes down the calls on blocks, if the call of a network is being captured
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that is one call for a tape."""
         return function(*args) if self.tape is None else self.tape.call(function, args)
+
+
+def own_rows(draw: Callable[[], torch.Tensor], rows: Any) -> torch.Tensor:
+    return own(draw(), rows.dimension, rows.part)
 
 
 def ranks() -> Ranks:

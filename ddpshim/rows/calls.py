@@ -64,8 +64,9 @@ class Calls:
         choice = os.environ.get(variables.ROWS, "").strip().lower() or "auto"
         self.least_work = _LEAST_WORK[choice]  # multiplications of a call that is divided
         world = current().world
-        # Of a module, before its calls are captured.
+        # Of a module, before its calls are captured; -1: from the first one on, as all rows may not fit.
         self.least_operations = _LEAST_OPERATIONS["off" if world is None else world.options.capture]
+        self.least_operations = self.least_operations if world is None or not world.options.rows_at_once else -1
         self._known: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()
 
     def known(self, module: nn.Module) -> Known:

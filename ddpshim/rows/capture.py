@@ -20,25 +20,28 @@ import gc
 import math
 import operator
 import os
+import sys
 import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from operator import is_
 from typing import Any, NoReturn, Optional
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 
-from ddpshim.errors import SyncError
+from ddpshim.errors import OptionsError, SyncError
 from ddpshim.model.batchnorm import over_ranks
 from ddpshim.model.guard import GuardState
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import is_same_state, rank_states, restore_rank_states
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import count
-from ddpshim.rows import blocks, calls, rules
+from ddpshim.rows import at_once, blocks, calls, rules
 from ddpshim.rows.calls import Calls, Known, met_by_rows
 from ddpshim.rows.tape import NoMessages, Refused, Results, Tape, are_equal, check_assertion, have_equal_graphs
 from ddpshim.rows.tensor import RULES, Counts, Rows, leaves, mapped, memory_of
@@ -46,6 +49,7 @@ from ddpshim.rows.tensor import RULES, Counts, Rows, leaves, mapped, memory_of
 _MOST_REGIONS = 8  # of a module: by shapes and types of row tensors
 _MOST_GRAPHS = 4  # of a region: by what the module's Python does
 _AUDITED = {1, 10, 100, 1000}  # replays of a graph that are compared with the program's Python, and each last again
+_NAME = "region_"  # with which the names of regions begin
 _T = torch.Tensor
 Unguarded = tuple[Callable[[], Collection[Any]], list[Any]]  # what returns it now, and as it was then
 # Of Dynamo: what its guards leave out by default, and what its graph may not hold.
@@ -84,6 +88,15 @@ def is_supported() -> bool:
     return {_IS_TRACED, torch.compiler.is_compiling} <= {*places[1].tracing_state_functions()}
 
 
+def check_supported() -> None:
+    """Raise OptionsError for a torch that cannot capture, with the option `rows_at_once`. Local."""
+    if not is_supported():
+        raise OptionsError(
+            f"DDPSHIM_ROWS_AT_ONCE with torch {torch.__version__}, which cannot capture what a network computes: all "
+            "rows would be computed at once, in all memory. Use torch 2.8 or later, or leave the option out."
+        )
+
+
 def _make_region(number: int) -> Any:
     """Return the call of a module as a function with code of its own, by which Dynamo keeps what it compiled."""
 
@@ -99,7 +112,7 @@ def _make_region(number: int) -> Any:
             torch._dynamo.graph_break()  # it changes a container that it is given, which here is a copy
         return out
 
-    code = region.__code__.replace(co_name=f"region_{number}")
+    code = region.__code__.replace(co_name=f"{_NAME}{number}")
     return types.FunctionType(code, dict(globals()), "region")  # Dynamo adds to its globals
 
 
@@ -170,19 +183,22 @@ class _Graph:
         self._run: Optional[Callable[..., Any]] = None
         self._results: Any = None  # how each output of the tape is made a row tensor; None: there is no tape
         self._num_replays = 0
+        self._sources: at_once.Sources = {}
 
     def __call__(self, *args: Any) -> Any:
         region, given, counts = self._region, [*args], current().part(Counts)
         if self._places is None:
             which = {id(x): i for i, x in enumerate(region.stand_ins)}
             self._places = [(place, which[id(x)]) for place, x in enumerate(args) if id(x) in which]
-        region.has_run = True
         for place, number in self._places:
             given[place] = region.rows[number]
+        self._num_replays += region.num_pieces > 1 or self._run is not None
+        if region.num_pieces > 1:
+            return self._in_pieces(given)
+        region.has_run = True
         if self._run is None:
             self._beside_python(given, self._recorded)
-        self._num_replays += 1
-        if self._num_replays in _AUDITED or self._num_replays % max(_AUDITED) == 0:
+        if self._is_audited():
             self._beside_python(given, self._replayed)
         num_before = counts.on_rows
         if self._results is None:
@@ -194,6 +210,44 @@ class _Graph:
             outputs = self._as_rows(self._run(*given))
         counts.replayed += counts.on_rows - num_before
         return outputs
+
+    def _is_audited(self) -> bool:
+        return self._num_replays in _AUDITED or self._num_replays % max(_AUDITED) == 0
+
+    def _in_pieces(self, given: list[Any]) -> list[Any]:
+        region, counts = self._region, current().part(Counts)
+        call, num_before = at_once.Call(self._graph, given, region.num_pieces, self._sources), counts.on_rows
+        if self._is_audited() or self._num_replays == 2:  # what the first call has changed
+            frame: Any = sys._getframe(1)
+            while not frame.f_code.co_name.startswith(_NAME):
+                frame = frame.f_back
+            at_once.check_changes_nothing(frame.f_code)
+            try:
+                self._sources = call.prove(region.by_python, self._num_replays == 1)
+                call = at_once.Call(self._graph, given, region.num_pieces, self._sources)
+            except Refused as why:
+                self._differs(why)
+                raise
+        call.check_hooks()
+        region.has_run = True
+        outputs = call.outputs()
+        counts.replayed += counts.on_rows - num_before
+        return outputs
+
+    def _differs(self, why: Refused) -> None:
+        """Raise SyncError if replays were used that may be wrong."""
+        if self._num_replays <= 1 + (self._region.num_pieces > 1):
+            return
+        self._region.has_run = True
+        replays = *_AUDITED, self._num_replays - max(_AUDITED)
+        last = max(number for number in replays if number < self._num_replays)
+        raise SyncError(
+            f"the replay of {self._region.name} was compared with the program's Python after "
+            f"{self._num_replays} replays: {why}. Something has changed that torch's guards do not see (a "
+            "cache, the environment, what was missing when it was traced), and some steps since the last "
+            f"comparison, after {count(last, 'replay')}, may be wrong, and checkpoints saved since. Go on from "
+            "an earlier checkpoint, with DDPSHIM_CAPTURE=off."
+        ) from None
 
     def _as_rows(self, outputs: list[Any]) -> list[Any]:
         rows, found = self._region.rows, []
@@ -234,7 +288,7 @@ class _Graph:
         trained = [x for x in given if isinstance(x, _T) and type(x) is not Rows and x.requires_grad]
         before = rank_states(device), state.num_messages, [*map(_num_writes, (*trained, *region.rows))]
         with replaced(state, "tape", results):
-            out = region.by_python()
+            out = region.by_python({})
         after, num_before = rank_states(device), counts.on_rows
         try:
             if state.num_messages != before[1]:
@@ -255,16 +309,7 @@ class _Graph:
             if not seen or not all(any(are_equal(x, y) and have_equal_graphs(x, y) for y in found) for x in seen):
                 raise Refused("its replay differs from its Python")
         except Refused as why:
-            if self._num_replays > 1:
-                replays = *_AUDITED, self._num_replays - max(_AUDITED)
-                last = max(number for number in replays if number < self._num_replays)
-                raise SyncError(
-                    f"the replay of {region.name} was compared with the program's Python after "
-                    f"{self._num_replays} replays: {why}. Something has changed that torch's guards do not see (a "
-                    "cache, the environment, what was missing when it was traced), and some steps since the last "
-                    f"comparison, after {count(last, 'replay')}, may be wrong, and checkpoints saved since. Go on from "
-                    "an earlier checkpoint, with DDPSHIM_CAPTURE=off."
-                ) from None
+            self._differs(why)
             region.refused = str(why)
         finally:
             restore_rank_states(after, device)
@@ -348,6 +393,8 @@ def _check_code(codes: list[types.CodeType]) -> None:
 def _functions_of(codes: list[types.CodeType]) -> list[Unguarded]:
     """Return what calls take from all functions with these codes: up to torch 2.11 no guard sees it."""
     functions = [x for x in gc.get_referrers(*codes) if type(x) is types.FunctionType]
+    if any(type(x) is functools._lru_cache_wrapper for x in gc.get_referrers(*functions)):
+        raise Refused("a function caches its results")
     return [(functools.partial(_taken_from, function), [*_taken_from(function)]) for function in functions]
 
 
@@ -371,10 +418,10 @@ def _classes_of(module: nn.Module) -> list[Unguarded]:
 class CapturedCalls:
     """The calls of a module with row tensors of one kind."""
 
-    by_python: Callable[[], Any]  # makes this call as the program does
+    by_python: Callable[[dict[int, Any]], Any]  # makes this call as the program does, with others for some row tensors
 
-    def __init__(self, name: str, rows: list[Rows]) -> None:
-        self.name = name  # of the network
+    def __init__(self, name: str, rows: list[Rows], num_pieces: int) -> None:
+        self.name, self.num_pieces = name, num_pieces  # of the network; in which it is computed
         self._unguarded: list[Unguarded] = []  # Dynamo takes it for granted
         self.rows, self.device = rows, rows[0].block.device  # of this call, in their order
         self.refused = ""  # why it is computed by the rules
@@ -401,7 +448,7 @@ class CapturedCalls:
         of = {id(x): stand_in for x, stand_in in zip(rows, self.stand_ins)}
         args, kwargs = mapped(lambda x: of.get(id(x), x), (args, kwargs))
         self.rows, self.has_run = rows, False
-        if not all(len(now()) == len(then) and all(map(operator.is_, now(), then)) for now, then in self._unguarded):
+        if not all(len(found := now()) == len(then) and all(map(is_, found, then)) for now, then in self._unguarded):
             raise Refused("a class or the defaults of a function were changed")
         try:
             return self._function_for(module, args, kwargs)(module, args, kwargs)
@@ -421,6 +468,8 @@ class CapturedCalls:
     def _compiling(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         places, name = torch._dynamo.variables.torch, "tracing_state_functions"
         eager = replaced(places, name, _states_of_eager(getattr(places, name)))
+        if _is_lazy(module):
+            raise Refused("a layer gets its parameters in this call")
         self._unguarded += _classes_of(module)
         with self._config, warnings.catch_warnings(), eager:
             warnings.simplefilter("ignore")
@@ -433,9 +482,19 @@ def captured(known: Known, call: Callable[..., Any], module: nn.Module, args: An
     if not known.regions and not is_supported():
         of_job.least_operations = math.inf  # of no network
         return call(module, *args, **kwargs)
+    is_in_pieces = current().part(blocks.State).rows_at_once is not None
+    if is_in_pieces:
+        of_job.before_wholes()  # else a hook wraps it as this call begins
     given = leaves((args, kwargs))
     rows = [*{id(x): x for x in given if type(x) is Rows}.values()]
     if not rows or not _is_ordinary():
+        return call(module, *args, **kwargs)
+    num_pieces = at_once.num_pieces(rows[0]) if is_in_pieces else 1
+    if is_in_pieces and (num_pieces == 1 or not at_once.may_save(module)):
+        return call(module, *args, **kwargs)
+    if num_pieces > 1 and any(isinstance(one, nn.modules.batchnorm._BatchNorm) for one in module.modules()):
+        of_job.counting, known.refused = None, "BatchNorm needs all rows"
+        at_once.say_why(type(module).__name__, known.refused)
         return call(module, *args, **kwargs)
     for x in rows:
         if x.memory.mirrors:
@@ -450,26 +509,34 @@ def captured(known: Known, call: Callable[..., Any], module: nn.Module, args: An
     if region is None:
         kinds = {(type(x), x.dtype.is_complex) for x in given if isinstance(x, _T)}
         can_stand_in = kinds <= {(Rows, False), (_T, False), (_T, True)} and _are_plain_containers((args, kwargs))
-        if len(known.regions) == _MOST_REGIONS or not can_stand_in:
+        if _is_lazy(module):
             return call(module, *args, **kwargs)
-        region = known.regions[key] = CapturedCalls(type(module).__name__, rows)
+        if len(known.regions) == _MOST_REGIONS or not can_stand_in:
+            if num_pieces > 1:
+                at_once.say_why(type(module).__name__, "its calls are of too many kinds")
+            return call(module, *args, **kwargs)
+        region = known.regions[key] = CapturedCalls(type(module).__name__, rows, num_pieces)
     if region.refused:
+        of_job.counting = of_job.counting if num_pieces == 1 else None
         return call(module, *args, **kwargs)
 
-    def by_python() -> Any:
+    def by_python(others: dict[int, Any]) -> Any:
         of_job.is_off = calls.is_tracing = False
         try:
-            return call(module, *args, **kwargs)
+            given = mapped(lambda x: others.get(id(x), x), (args, kwargs)) if others else (args, kwargs)
+            return call(module, *given[0], **given[1])
         finally:
             of_job.is_off = calls.is_tracing = True
 
     of_job.is_off = calls.is_tracing = True
-    region.by_python = by_python
+    region.by_python, has_graph = by_python, torch.is_grad_enabled()
     try:
         return region(module, rows, args, kwargs)
     except _Computed as made:
+        torch.set_grad_enabled(has_graph)  # it may have been refused in the middle of no_grad()
         return made.args[0]
     except Exception as problem:
+        torch.set_grad_enabled(has_graph)
         if region.has_run:
             raise
         found = getattr(problem, "inner_exception", problem)
@@ -479,7 +546,15 @@ def captured(known: Known, call: Callable[..., Any], module: nn.Module, args: An
         del region.by_python
         if region.refused and all(one.refused for one in known.regions.values()):
             known.refused = region.refused  # its children are looked at from now on
+    if num_pieces > 1:
+        at_once.say_why(region.name, region.refused)
+        of_job.counting = None  # its children are looked at now: all rows may not fit
     return call(module, *args, **kwargs)
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    """Whether parameters are drawn in the next call: Dynamo would put the random streams back. Local."""
+    return any(map(is_lazy, (*module.parameters(), *module.buffers())))
 
 
 def _is_ordinary() -> bool:
@@ -491,6 +566,7 @@ def _is_ordinary() -> bool:
         and not torch._C._is_torch_function_mode_enabled()
         and torch.utils._python_dispatch._get_current_dispatch_mode() is None
         and not any(vars(nn.modules.module).get(name) for name in _HOOKS_OF_ALL)
+        and not (current().part(blocks.State).rows_at_once and at_once.is_saved_elsewhere())
     )
 
 

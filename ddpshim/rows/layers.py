@@ -168,6 +168,8 @@ def _batch_norm(func: Any, rows: Rows, others: Any, kwargs: Any) -> Any:
     if trains:
         from ddpshim.model import batchnorm
 
+        if ranks().size == 1:
+            return made(func(rows.block, *others), rows)
         size, part, each = ranks().size, rows.part, rows.block[0, 0].numel() * rows.part.outer
         counts = tuple(each * (end - start) for start, end in (part.bounds(rank, size) for rank in range(size)))
         of_layer = running_mean, running_var, used_by_rows(weight), used_by_rows(bias), momentum, eps

@@ -381,20 +381,25 @@ def offset_of_whole(rows: Rows) -> int:
 
 
 def _mask(func: Any, rows: Rows, p: float) -> torch.Tensor:
-    """Return this rank's block of what dropout multiplies the whole by. Local.
+    """Return this rank's block of what dropout multiplies the whole by. Local."""
+    is_dense = func is torch.dropout_ or (func is torch.dropout and rows.device.type == "cpu")
+    draw = functools.partial(_zeros_and_ones if is_dense else _of_kernel, func, rows, p)
+    made = current().part(blocks.State).mask(draw, rows)
+    return made / (1 - p) if is_dense else made
 
-    On a CPU, and in place, torch draws for a dense tensor; a GPU's kernel draws by the strides and the address that its
-    argument has.
-    """
-    whole = template(rows, "meta")
-    if func is torch.dropout_ or (func is torch.dropout and rows.device.type == "cpu"):
-        layout = _dense(rows.sizes, whole.stride())
-        drawn = torch.empty_strided(*layout, dtype=rows.dtype, device=rows.device).bernoulli_(1 - p)
-        return blocks.own(drawn, rows.dimension, rows.part) / (1 - p)
-    first = offset_of_whole(rows)
+
+def _zeros_and_ones(func: Any, rows: Rows, p: float) -> torch.Tensor:
+    """Return the zeros and ones that torch draws for the whole on a CPU, and in place: as for a dense tensor. Local."""
+    layout = _dense(rows.sizes, template(rows, "meta").stride())
+    return torch.empty_strided(*layout, dtype=rows.dtype, device=rows.device).bernoulli_(1 - p)
+
+
+def _of_kernel(func: Any, rows: Rows, p: float) -> torch.Tensor:
+    """Return `func` of ones: a GPU's kernel draws by the strides and the address that its argument has. Local."""
+    whole, first = template(rows, "meta"), offset_of_whole(rows)
     size = first + 1 + sum((num - 1) * stride for num, stride in zip(whole.shape, whole.stride()))
-    ones = rows.block.new_ones(size).as_strided(whole.shape, whole.stride(), first)
-    return blocks.own(func(ones, p, True), rows.dimension, rows.part)
+    made: torch.Tensor = func(rows.block.new_ones(size).as_strided(whole.shape, whole.stride(), first), p, True)
+    return made
 
 
 @functools.lru_cache(maxsize=1024)

@@ -67,7 +67,17 @@ DATA_UTILS = "torch/utils/data/_utils"
 LOADER = "torch/utils/data/dataloader.py"
 MODULE = "torch/nn/modules/module.py, Module.__init__"
 C10D = "torch/distributed/distributed_c10d.py"
+AT_ONCE = "same_gradients/test_at_once.py::"
 SEAMS = [
+    Seam(
+        "_top_saved_tensors_default_hooks _saved_tensors_hooks_is_enabled _autograd",
+        "rows/at_once.py",
+        f"{AT_ONCE}test_no_product_has_more_rows",
+        "torch/csrc/autograd/init.cpp",
+    ),
+    Seam("_backward_hooks", "rows/at_once.py", f"{AT_ONCE}test_numbers_are_those", "torch/_tensor.py"),
+    Seam("_lru_cache_wrapper", "rows/capture.py", f"{AT_ONCE}test_numbers_are_those", "functools.py"),
+    Seam("_wrapped_call_impl", "failures/memory.py", f"{AT_ONCE}test_an_error_of_memory_names_the_call", MODULE),
     Seam("_NoopSaveInputs", "rows/gradients.py", "test_a_checkpoint_saves_its_arguments", "torch/utils/checkpoint.py"),
     Seam("_rebuild_buckets", "model/ddp.py", f"{PARALLEL}buckets_leave_in_the_order", REDUCER),
     Seam("_static_graph_delay_allreduce_enqueued", "model/ddp.py", STRICT, WRAPPER),

@@ -84,6 +84,7 @@ program("buffer_anew", lambda net, step, _: setattr(net, "shift", torch.full((8,
 
 
 at("layer_wrapped", 3, 7, change=lambda net: setattr(net, "drop", nn.Sequential(net.drop, nn.Dropout(0.5))))
+at("layer_drawn_late", 5, change=lambda net: setattr(net, "drop", nn.Sequential(net.drop, nn.LazyLinear(8))))
 
 
 class _Doubled(nn.Softplus):

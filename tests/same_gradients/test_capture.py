@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor, nn
 
 import ddpshim
@@ -130,6 +131,10 @@ def _by_a_hidden_object(net: Net, y: Tensor) -> Tensor:
     return _HIDDEN[0][0].scaled(y)
 
 
+def test_captures_are_supported_from_torch_2_8_on() -> None:
+    assert capture.is_supported() == (Version(torch.__version__).release >= (2, 8))
+
+
 CAPTURED = (None, _notes_usage, _asserts, _decodes)
 REFUSED: dict[Any, str] = {
     **dict.fromkeys(CAPTURED, ""),
@@ -141,7 +146,7 @@ REFUSED: dict[Any, str] = {
     _without_rule: "it gathers a tensor",
     _by_generator: "",
     _counts: "its Python differs from call to call",
-    _draws_once: "its replay uses other random numbers than its Python",
+    _draws_once: "a function caches its results",
     _environment: "_environment reads environ, of which nobody sees a change",
     _makes_what_is_missing: "_makes_what_is_missing handles exceptions",
 }

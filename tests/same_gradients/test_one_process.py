@@ -41,7 +41,15 @@ ALWAYS = [
 ]
 # Of each kind: the network's own, its class, hooks, what is not the network's, and what a call gets and keeps.
 CHANGING = [
-    *("attribute", "list_grows", "layer_wrapped", "methods_patched", "hook_of_all", "hook_of_gradients"),
+    *(
+        "attribute",
+        "list_grows",
+        "layer_wrapped",
+        "layer_drawn_late",
+        "methods_patched",
+        "hook_of_all",
+        "hook_of_gradients",
+    ),
     *("all_frozen_but_the_last", "weights_shared", "a_global", "seeds_inside", "inference", "no_grad_inside"),
     *("a_default", "a_keyword", "a_name", "a_dictionary_of_its_own", "twice", "keeps_a_mean"),
     *("writes_into_its_argument", "relu_in_place_after_batchnorm"),

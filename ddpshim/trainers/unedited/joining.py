@@ -176,7 +176,11 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
             observe(undo, backward=networks.begin_pass, before_step=networks.note_step)
             undo.enter_context(locks.installed())
             undo.enter_context(equal_reads(here))
-        if here.world_size > 1 or here.options.exact is not None:
+        if here.options.rows_at_once is not None:
+            from ddpshim.rows import capture
+
+            capture.check_supported()
+        if here.world_size > 1 or here.options.exact is not None or here.options.rows_at_once is not None:
             undo.enter_context(calls.installed())
         if here.options.exact is not None:
             from ddpshim.rows import pieces
