@@ -26,7 +26,9 @@ from ddpshim.job.collectives import pairs
 from ddpshim.job.group import cleanup, world
 from ddpshim.job.passes import Enterable, order_of, restore_generators
 from ddpshim.job.running import Running
+from ddpshim.job.world import World
 from ddpshim.model import guard, sharding
+from ddpshim.options import Options
 from ddpshim.process import messages, observed
 from ddpshim.process.devices import computes_on
 from ddpshim.process.job import current, derive_seed, seed_everything
@@ -134,17 +136,7 @@ class Resumable:
         # This rank's random streams after the steps of an epoch: a resumed run repeats the code between two epochs, and
         # must draw the same numbers in it.
         self._streams: Optional[dict[str, Any]] = None
-        self._last_save, self._num_unsaved = time.monotonic(), 0
-        # Of the checks of all ranks together: the calls since the last one, and those from it to the next; its time.
-        self._num_calls, self._interval, self._last_look = 0, 1, time.monotonic()
-        self._wanted: Optional[str] = None  # the signals for which to save and exit; "": only to save
-        # Whether a backward pass followed the last step of an optimizer; at how many boundaries in a row that was so.
-        self._accumulates, self._num_accumulated = False, 0
-        if self._world.is_launched:
-            preemption.listen()
-            until, note = current().at_end, functools.partial(setattr, self, "_accumulates")
-            until.callback(preemption.leave)
-            observe(until, backward=lambda _: note(True), after_step=lambda *_: note(False))
+        self._moments = _Moments(self._world, self._options)
 
     def restore(self, later_than: tuple[int, int] = (-1, 0)) -> bool:
         """Restore the newest file if it is beyond `later_than` (epoch, step); return whether it was (collective).
@@ -232,7 +224,7 @@ class Resumable:
                     break
                 batches = iter(loader)
                 batch = next(batches)
-            self._num_unsaved += 1
+            self._moments.num_unsaved += 1
             yield batch
         if total % len(loader) == 0:
             next(batches, None)  # as a `for` loop does: torch's sampler may draw once more at the end
@@ -250,7 +242,7 @@ class Resumable:
         for self.epoch in numbers:
             self.step, self._facts, self._loader = 0, {}, None
             self._look(self._options.side_timeout_s)
-            self._num_unsaved += 1
+            self._moments.num_unsaved += 1
             yield self.epoch
         if num is not None:
             self.epoch = max(self.epoch, num)
@@ -269,52 +261,9 @@ class Resumable:
         self._look(self._options.timeout_s)
 
     def _look(self, deadline_s: float, may_wait: bool = False) -> None:
-        is_off = current().part(ProgressFiles).is_off
-        if self._num_unsaved >= (self._options.checkpoint_every_n_steps or math.inf) or is_off:
-            self._wanted = self._wanted or ""
-        self._num_accumulated = self._num_accumulated + 1 if self._accumulates else 0
-        self._num_calls += 1
-        if self._num_calls == self._interval:
-            self._meet(deadline_s)
-        if self._wanted is None:
-            return
-        # A program that counts the batches of its loop begins to accumulate anew when it is resumed.
-        waits = may_wait and 0 < self._num_accumulated <= _MOST_BATCHES_OF_A_STEP and not is_off
-        own = waits or _holds_own_gradients()
-        if any(self._world.gather_with_deadline("accumulation", own, deadline_s).values()):
-            if self._wanted:
-                say_on_main(f"{self._wanted}: saving after the optimizer's next step")
-            return
-        if may_wait and self._num_accumulated > _MOST_BATCHES_OF_A_STEP:
-            say_on_main(
-                f"no batch of the last {_MOST_BATCHES_OF_A_STEP} ended with a step of an optimizer: gradients are "
-                "saved, too. To accumulate them, count batches by the `step` of Resumable, which is resumed"
-            )
-        self.leave(self._wanted) if self._wanted else self.save()
-
-    def _meet(self, deadline_s: float) -> None:
-        """Learn what any rank wants, and agree when to do so again (collective)."""
-        now = time.monotonic()
-        wanted = int(_LOOK_EVERY_S * self._num_calls / max(now - self._last_look, 1e-6))
-        wanted = max(1, min(wanted, 2 * self._num_calls, _MAX_STEPS_BETWEEN_LOOKS))
-        is_due = now - self._last_save > (self._options.checkpoint_every_s or math.inf) and self._wanted is None
-        own = int(self._world.is_main and is_due)
-        if (asked := preemption.asked()) is not None:
-            own = 2 + preemption.SIGNALS.index(asked)
-        try:
-            reports = pairs((own, wanted), self._world, timedelta(seconds=deadline_s))
-        except RuntimeError as error:
-            raise SyncError(
-                f"another rank did not reach step {self.step} of epoch {self.epoch} within {deadline_s:g} s of rank "
-                f"{self._world.rank}; that rank waits for gradients that no rank will send, or for its data. Give "
-                "every rank the same number of batches, and skip no step on one rank alone."
-            ) from error
-        asks, intervals = zip(*reports)
-        self._num_calls, self._interval, self._last_look = 0, min(intervals), now
-        if any(asks):
-            signals = {rank: preemption.SIGNALS[theirs - 2] for rank, theirs in enumerate(asks) if theirs > 1}
-            told = ", ".join(f"{signal} on rank {rank}" for rank, signal in signals.items())
-            self._wanted = told or self._wanted or ""
+        wanted = self._moments.wanted(f"step {self.step} of epoch {self.epoch}", deadline_s, may_wait)
+        if wanted is not None:
+            self.leave(wanted) if wanted else self.save()
 
     def save(self) -> None:
         """Save the progress, and remove all but the newest files. Collective; the main rank writes.
@@ -327,14 +276,14 @@ class Resumable:
         are unchanged.
         """
         if _holds_own_gradients():
-            self._wanted = self._wanted or ""
+            self._moments.want_a_save()
             return
         checkpoint.flush()
         guard.check_equal_steps("the step before a save")
         saves = current().part(ProgressFiles)
         for call in saves.before:
             call()
-        self._last_save, self._num_unsaved, self._wanted = time.monotonic(), 0, None
+        self._moments.note_save()
         if saves.is_off:
             return
         if self._before_save is not None:
@@ -454,6 +403,79 @@ class Resumable:
             seed_everything(derive_seed(here.seed or 0, "rank", here.rank, "resumed", self.epoch, start))
         order: Optional[dict[str, Any]] = found["order"][here.rank if is_same_size else 0]
         return order
+
+
+class _Moments:
+    """When to save: ranks learn together what any of them wants, and wait until an optimizer has stepped."""
+
+    def __init__(self, here: World, options: Options) -> None:
+        self._world, self._options = here, options
+        self._wanted: Optional[str] = None  # the signals for which to save and exit; "": only to save
+        self._last_save, self.num_unsaved = time.monotonic(), 0
+        # Of the checks of all ranks together: the calls since the last one, and those from it to the next; its time.
+        self._num_calls, self._interval, self._last_look = 0, 1, time.monotonic()
+        # Whether a backward pass followed the last step of an optimizer; at how many boundaries in a row that was so.
+        self._accumulates, self._num_accumulated = False, 0
+        if here.is_launched:
+            preemption.listen()
+            until, note = current().at_end, functools.partial(setattr, self, "_accumulates")
+            until.callback(preemption.leave)
+            observe(until, backward=lambda _: note(True), after_step=lambda *_: note(False))
+
+    def want_a_save(self) -> None:
+        self._wanted = self._wanted or ""
+
+    def note_save(self) -> None:
+        self._last_save, self.num_unsaved, self._wanted = time.monotonic(), 0, None
+
+    def wanted(self, place: str, deadline_s: float, may_wait: bool) -> Optional[str]:
+        """Return why to save and exit at this boundary between steps, "" to save only, None to go on (collective)."""
+        is_off = current().part(ProgressFiles).is_off
+        if self.num_unsaved >= (self._options.checkpoint_every_n_steps or math.inf) or is_off:
+            self.want_a_save()
+        self._num_accumulated = self._num_accumulated + 1 if self._accumulates else 0
+        self._num_calls += 1
+        if self._num_calls == self._interval:
+            self._meet(place, deadline_s)
+        if self._wanted is None:
+            return None
+        # A program that counts the batches of its loop begins to accumulate anew when it is resumed.
+        waits = may_wait and 0 < self._num_accumulated <= _MOST_BATCHES_OF_A_STEP and not is_off
+        own = waits or _holds_own_gradients()
+        if any(self._world.gather_with_deadline("accumulation", own, deadline_s).values()):
+            if self._wanted:
+                say_on_main(f"{self._wanted}: saving after the optimizer's next step")
+            return None
+        if may_wait and self._num_accumulated > _MOST_BATCHES_OF_A_STEP:
+            say_on_main(
+                f"no batch of the last {_MOST_BATCHES_OF_A_STEP} ended with a step of an optimizer: gradients are "
+                "saved, too. To accumulate them, count batches by the `step` of Resumable, which is resumed"
+            )
+        return self._wanted
+
+    def _meet(self, place: str, deadline_s: float) -> None:
+        """Learn what any rank wants, and agree when to do so again (collective)."""
+        now = time.monotonic()
+        wanted = int(_LOOK_EVERY_S * self._num_calls / max(now - self._last_look, 1e-6))
+        wanted = max(1, min(wanted, 2 * self._num_calls, _MAX_STEPS_BETWEEN_LOOKS))
+        is_due = now - self._last_save > (self._options.checkpoint_every_s or math.inf) and self._wanted is None
+        own = int(self._world.is_main and is_due)
+        if (asked := preemption.asked()) is not None:
+            own = 2 + preemption.SIGNALS.index(asked)
+        try:
+            reports = pairs((own, wanted), self._world, timedelta(seconds=deadline_s))
+        except RuntimeError as error:
+            raise SyncError(
+                f"another rank did not reach {place} within {deadline_s:g} s of rank {self._world.rank}; that rank "
+                "waits for gradients that no rank will send, or for its data. Give every rank the same number of "
+                "batches, and skip no step on one rank alone."
+            ) from error
+        asks, intervals = zip(*reports)
+        self._num_calls, self._interval, self._last_look = 0, min(intervals), now
+        if any(asks):
+            signals = {rank: preemption.SIGNALS[theirs - 2] for rank, theirs in enumerate(asks) if theirs > 1}
+            told = ", ".join(f"{signal} on rank {rank}" for rank, signal in signals.items())
+            self._wanted = told or self._wanted or ""
 
 
 def _begun(loader: Any) -> Iterator[Any]:
