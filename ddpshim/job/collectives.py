@@ -247,15 +247,19 @@ def new_group(backend: Optional[str] = None) -> Any:
     return dist.new_group(backend=backend, **options)
 
 
-class _Group:
-    def __init__(self) -> None:
-        self.made = new_group()
+class _Groups(dict[Optional[str], Any]):
+    """The groups of a job for messages within forward and backward passes, by backend."""
 
 
-def group() -> Any:
-    """Return the group for messages within forward and backward passes, which is not that of the buckets (the first
-    call is collective)."""
-    return current().part(_Group).made
+def group(backend: Optional[str] = None) -> Any:
+    """Return the group for messages within forward and backward passes, which is not that of the buckets.
+
+    The first call for a `backend` is collective. Its default is that of the job; "gloo" is for messages between hosts.
+    """
+    groups = current().part(_Groups)
+    if backend not in groups:
+        groups[backend] = new_group(backend)
+    return groups[backend]
 
 
 class Buffers:

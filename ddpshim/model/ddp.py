@@ -23,20 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpshim import lazy
 from ddpshim.errors import SyncError
-from ddpshim.job.collectives import Buffers, new_group
+from ddpshim.job import collectives
 from ddpshim.model import backward, guard
 from ddpshim.model.equality import is_milestone
 from ddpshim.model.wrapper import Transparent
 from ddpshim.process.devices import moved
 from ddpshim.process.job import current
 from ddpshim.process.observed import Progress
-
-
-class _Hosts:
-    """The group for messages between the hosts of a job whose ranks are on GPUs; made with the first network."""
-
-    def __init__(self) -> None:
-        self.group = new_group("gloo")
 
 
 class _Networks(list["DistributedModule"]):
@@ -94,7 +87,7 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
             )
         # A message between hosts, for which none waits for its GPU.
         is_gloo = dist.get_backend(made.process_group) == "gloo"
-        mine["_hosts"] = made.process_group if is_gloo else current().part(_Hosts).group
+        mine["_hosts"] = made.process_group if is_gloo else collectives.group("gloo")
         self._show(module)
         own = [(name, p) for name, p in module.named_parameters() if p.requires_grad and not guard.is_owned(p)]
         reduced = mine["_reduced"] = [p for name, p in own if name not in made.parameters_to_ignore]
@@ -104,7 +97,7 @@ class DistributedModule(guard.Reduced, Transparent, nn.Module):
         for p in reduced:  # a builtin: no Python code runs for each parameter of a step
             current().at_end.callback(p.register_post_accumulate_grad_hook(seen.append).remove)
         sends_buffers = bool(getattr(made, "forward_sync_buffers", made.broadcast_buffers))
-        mine["_sent_buffers"] = Buffers(module, is_of_all and sends_buffers)
+        mine["_sent_buffers"] = collectives.Buffers(module, is_of_all and sends_buffers)
         self._syncs_in_forward = not is_of_all
         if is_of_all:
             self._compares_buffers = sends_buffers
@@ -306,7 +299,7 @@ def _group() -> Any:
     another network. With nccl each group costs memory of the GPU.
     """
     is_first = current().next_number("groups of networks") == 0
-    return dist.group.WORLD if is_first or dist.get_backend() != "gloo" else new_group()
+    return dist.group.WORLD if is_first or dist.get_backend() != "gloo" else collectives.new_group()
 
 
 @contextlib.contextmanager
