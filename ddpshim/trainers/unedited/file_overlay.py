@@ -540,24 +540,18 @@ class View:
 
     def _copy(self, path: str, place: str, own: str) -> None:
         """Copy the file or folder at `place` to `own`, with its contents, as far as it is not there yet."""
-        try:
-            info = posix.lstat(place)
-        except OSError:
-            return
-        if stat.S_ISDIR(info.st_mode):
-            names = self.names(path)
-            if not _exists(own):
-                posix.mkdir(own, stat.S_IMODE(info.st_mode) | stat.S_IRWXU)
-            for name in names:
-                inner = os.path.join(path, name)
-                self._copy(inner, self._seen_at(inner), self.top + inner)
-        elif place != own and stat.S_ISLNK(info.st_mode):
-            posix.symlink(posix.readlink(place), own)
-        elif place != own:
+        now = state_of(place)._replace(path=path)
+        names = self.names(path) if now.kind == "folder" else []
+        if now.kind in ("folder", "link") and not _exists(own):
+            self._restore(now)
+        for name in names:
+            inner = os.path.join(path, name)
+            self._copy(inner, self._seen_at(inner), self.top + inner)
+        if now.kind == "file" and place != own:
             partial = own + PRIVATE
             copy_file(place, partial)
-            posix.utime(partial, ns=(info.st_atime_ns, info.st_mtime_ns))
-            posix.chmod(partial, stat.S_IMODE(info.st_mode) | stat.S_IRUSR | stat.S_IWUSR)
+            posix.utime(partial, ns=(now.modified_ns, now.modified_ns))
+            posix.chmod(partial, now.mode | stat.S_IRUSR | stat.S_IWUSR)
             self._look(path)  # the main rank may have changed it meanwhile, which it has announced before
             if _exists(own) and path not in self._saves:  # what was there before
                 posix.unlink(partial)
