@@ -16,8 +16,8 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, NoReturn, Optional
 
-from ddpshim.process.job import Job, current, num_collectives
-from ddpshim.process.observed import observe
+from ddpshim.process.job import Job, current
+from ddpshim.process.observed import num_collectives, observe
 
 _OTHER_THREAD_DEADLINE_S = 60.0
 

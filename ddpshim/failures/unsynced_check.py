@@ -16,8 +16,8 @@ from typing import Any
 
 from ddpshim import variables
 from ddpshim.errors import LaunchError, SyncError
-from ddpshim.process.job import current, num_collectives
-from ddpshim.process.observed import observe
+from ddpshim.process.job import current
+from ddpshim.process.observed import num_collectives, observe
 from ddpshim.process.replaced import after_import
 
 _OTHERS = ("horovod", "mpi4py", "deepspeed", "colossalai", "torch_xla")  # a program may distribute itself with these

@@ -114,13 +114,3 @@ def derive_seed(seed: int, *scope: Union[int, str]) -> int:
     """Return a 63-bit seed derived from `seed` and a purpose, the same on every machine. Local."""
     text = "/".join(str(part) for part in (seed, *scope)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-
-
-def num_collectives() -> Optional[int]:
-    """Return how many collectives the default process group has made; None if unknown."""
-    import torch.distributed as dist
-
-    try:
-        return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
-    except (AttributeError, RuntimeError, ValueError):
-        return None

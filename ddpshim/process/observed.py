@@ -111,6 +111,16 @@ class Progress:
         return False
 
 
+def num_collectives() -> Optional[int]:
+    """Return how many collectives the default process group has made; None if unknown."""
+    import torch.distributed as dist
+
+    try:
+        return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError, ValueError):
+        return None
+
+
 class StepClock:
     """A clock that stands still while this rank does what is no part of a step: it saves, or plays episodes."""
 

@@ -104,7 +104,7 @@ SEAMS = [
     Seam("_load_state_dict_post_hooks _apply", "model/wrapper.py", ONE_PROCESS, MODULE),
     Seam("_load_from_state_dict", "model/wrapper.py", f"{PARALLEL}keys_with_and_without_prefixes_load", MODULE),
     Seam("_start", "launch/runner.py", "test_the_agent_starts_ranks_by", AGENT),
-    Seam("_get_sequence_number_for_group", "process/job.py", SHARED, C10D),
+    Seam("_get_sequence_number_for_group", "process/observed.py", SHARED, C10D),
     Seam("_make_wrapper_subclass _cdata", "rows/tensor.py", ROWS, "torch/_tensor.py"),
     Seam("_to_copy", "rows/tensor.py", ROWS, "torch/csrc/utils/tensor_new.cpp"),
     Seam("_VariableFunctions _nn", "rows/rules.py", ROWS, "torch/nn/functional.py, _VF.py"),
