@@ -1,6 +1,6 @@
-"""Defines `WorldOfRanks`, the World of several ranks; gathers, sums and copies tensors over all ranks, in few messages.
+"""Gathers, sums and copies values and tensors over several ranks, in few messages.
 
-World's own collectives use a CPU group, or the job's store.
+With several ranks, the methods of `World` call the functions of their names, which use a CPU group or the job's store.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Callable, Optional, cast
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 
 from ddpshim.errors import DataError, WorldError
 from ddpshim.failures import failure
-from ddpshim.job.world import N, T, World, as_divisor
 from ddpshim.process import messages
 from ddpshim.process.job import current
 from ddpshim.process.job_store import first_failure, is_there
@@ -28,105 +27,98 @@ from ddpshim.process.observed import Progress
 from ddpshim.process.say import described
 from ddpshim.process.users_line import users_line
 
+if TYPE_CHECKING:
+    from ddpshim.job.world import World
+
+T = TypeVar("T")
 CROSSED_DEADLINE_S = 20.0
 _MESSAGE_BYTES = 250 * 1024 * 1024  # of weights that are copied to all ranks
 FIRST_PAUSE_S = 5e-5  # a program may look at the clock several times a step, and then other ranks wait here
 
 
-class WorldOfRanks(World):
-    """A World of several ranks; `World` documents its methods."""
+def gather(here: World, value: T, what: str) -> list[T]:
+    trusts = here.options.trust_peers
+    own = messages.tensor_of(messages.packed(value, trusts))
+    lengths = _lengths(here, own.numel(), what)
+    longest = max(lengths)
+    everyones = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(here.world_size)]
+    dist.all_gather(everyones, torch.cat((own, own.new_zeros(longest - own.numel()))), group=here._job.control)
+    of_ranks = (messages.bytes_of(message[:length]) for message, length in zip(everyones, lengths))
+    return [messages.unpacked(message, sender, trusts) for sender, message in enumerate(of_ranks)]
 
-    def only_main(self, obj: T) -> T:
-        return obj if self.is_main else cast(T, StandIn())
 
-    def gather(self, value: T, what: str = "gather") -> list[T]:
-        trusts = self.options.trust_peers
-        own = messages.tensor_of(messages.packed(value, trusts))
-        lengths = self._lengths(own.numel(), what)
-        longest = max(lengths)
-        everyones = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(self.world_size)]
-        dist.all_gather(everyones, torch.cat((own, own.new_zeros(longest - own.numel()))), group=self._job.control)
-        of_ranks = (messages.bytes_of(message[:length]) for message, length in zip(everyones, lengths))
-        return [messages.unpacked(message, sender, trusts) for sender, message in enumerate(of_ranks)]
+def broadcast(here: World, value: T, src: int, what: Optional[str]) -> T:
+    trusts, is_mine = here.options.trust_peers, here.rank == src
+    message = messages.tensor_of(messages.packed(value, trusts) if is_mine else b"")
+    length = _lengths(here, message.numel(), what or f"broadcast from rank {src}")[src]
+    message = message if is_mine else torch.empty(length, dtype=torch.uint8, device="cpu")
+    dist.broadcast(message, src, group=here._job.control)
+    return value if is_mine else cast(T, messages.unpacked(messages.bytes_of(message), src, trusts))
 
-    def broadcast(self, value: T, src: int = 0, what: Optional[str] = None) -> T:
-        super().broadcast(value, src)  # refuses a rank that does not exist
-        trusts, is_mine = self.options.trust_peers, self.rank == src
-        message = messages.tensor_of(messages.packed(value, trusts) if is_mine else b"")
-        length = self._lengths(message.numel(), what or f"broadcast from rank {src}")[src]
-        message = message if is_mine else torch.empty(length, dtype=torch.uint8, device="cpu")
-        dist.broadcast(message, src, group=self._job.control)
-        return value if is_mine else cast(T, messages.unpacked(messages.bytes_of(message), src, trusts))
 
-    def _lengths(self, own: int, what: str) -> list[int]:
-        """Return the lengths of all ranks' messages. Raises WorldError on all ranks if their `what` differ."""
-        place = zlib.crc32(what.encode(errors="backslashreplace"))
-        lengths, places = zip(*pairs((own, place), self))
-        if len(set(places)) > 1:
-            from ddpshim.failures.failure_notes import SAME_WAY
+def _lengths(here: World, own: int, what: str) -> list[int]:
+    """Return the lengths of all ranks' messages. Raises WorldError on all ranks if their `what` differ."""
+    place = zlib.crc32(what.encode(errors="backslashreplace"))
+    lengths, places = zip(*pairs((own, place), here))
+    if len(set(places)) > 1:
+        from ddpshim.failures.failure_notes import SAME_WAY
 
-            mine = [(own, place, True, f"is in {what} at {users_line()}")]  # a rank may compare `news` meanwhile
-            where = self.gather_with_deadline("apart", mine, CROSSED_DEADLINE_S)
-            there = "; ".join(f"rank {rank} {theirs[-1][-1]}" for rank, theirs in where.items())
-            raise WorldError(
-                f"ranks met in different collectives: {there}. Their values would be confused. {SAME_WAY}."
-            )
-        return list(lengths)
+        mine = [(own, place, True, f"is in {what} at {users_line()}")]  # a rank may compare `news` meanwhile
+        where = here.gather_with_deadline("apart", mine, CROSSED_DEADLINE_S)
+        there = "; ".join(f"rank {rank} {theirs[-1][-1]}" for rank, theirs in where.items())
+        raise WorldError(f"ranks met in different collectives: {there}. Their values would be confused. {SAME_WAY}.")
+    return list(lengths)
 
-    def mean_over(self, total: N, count: Any) -> N:
-        if not isinstance(total, torch.Tensor):
-            of_all = self.sum({"total": float(total), "count": float(count)})
-            return cast(N, of_all["total"] / of_all["count"])
-        counted = as_divisor(count, total)
-        own = torch.stack(torch.broadcast_tensors(total.detach().to(counted.dtype), counted))
-        total_of_all, over_all = add_up(own, group())
-        mean = total * self.world_size / over_all  # the ranks' gradients are averaged
-        with torch.no_grad():  # the gradient stays that of this rank's part
-            return cast(N, mean.copy_(total_of_all / over_all))
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        counts = table(torch.tensor([x.shape[0]], device=x.device), group()).flatten().tolist()
-        if len(set(counts)) > 1:  # gloo would end the process
-            told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
-            raise DataError(
-                f"all_gather of different numbers of rows ({told}): they do not form one batch. Sum over each rank's "
-                "rows instead (World.mean_over)."
-            )
-        gathered: torch.Tensor = RowsOfRanks.apply(x, self.rank, group())  # type: ignore[no-untyped-call]
-        return gathered
+def mean_over(here: World, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    own = torch.stack(torch.broadcast_tensors(total.detach().to(count.dtype), count))
+    total_of_all, over_all = add_up(own, group())
+    mean: torch.Tensor = total * here.world_size / over_all  # the ranks' gradients are averaged
+    with torch.no_grad():  # the gradient stays that of this rank's part
+        mean.copy_(total_of_all / over_all)
+    return mean
 
-    def gather_with_deadline(self, name: str, value: T, deadline_s: float) -> dict[int, T]:
-        job = self._job
-        key = f"meet/{name}/{job.next_number(f'meet/{name}')}"
-        job.store.set(f"{key}/{self.rank}", messages.packed(value))
-        end, received = time.monotonic() + deadline_s, {self.rank: value}
-        for rank in range(self.world_size if deadline_s > 0 else 0):
-            if rank != self.rank and comes(job.store, rank, f"{key}/{rank}", end):
-                received[rank] = messages.unpacked(job.store.get(f"{key}/{rank}"), rank)
-        return dict(sorted(received.items()))
 
-    def run_on_main(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        name = getattr(function, "__qualname__", type(function).__name__)
-        error: Optional[BaseException] = None
-        told: Any = None
-        if self.is_main:
-            try:
-                told = function(*args, **kwargs), None
-                messages.packed(told, self.options.trust_peers)
-            except BaseException as raised:
-                told, error = (None, described(raised)), raised
-        result, message = self.broadcast(told, 0, f"run_on_main({name})")
-        if error is not None:
-            raise error
-        if message is not None:
-            raise failure.caused_by(
-                0,
-                WorldError(
-                    f"{name} failed on the main rank ({message}); rank {self.rank} would continue without its "
-                    "result. See the main rank's traceback."
-                ),
-            )
-        return cast(T, result)
+def all_gather(here: World, x: torch.Tensor) -> torch.Tensor:
+    counts = table(torch.tensor([x.shape[0]], device=x.device), group()).flatten().tolist()
+    if len(set(counts)) > 1:  # gloo would end the process
+        told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
+        raise DataError(
+            f"all_gather of different numbers of rows ({told}): they do not form one batch. Sum over each rank's "
+            "rows instead (World.mean_over)."
+        )
+    gathered: torch.Tensor = RowsOfRanks.apply(x, here.rank, group())  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def gather_with_deadline(here: World, name: str, value: T, deadline_s: float) -> dict[int, T]:
+    job = here._job
+    key = f"meet/{name}/{job.next_number(f'meet/{name}')}"
+    job.store.set(f"{key}/{here.rank}", messages.packed(value))
+    end, received = time.monotonic() + deadline_s, {here.rank: value}
+    for rank in range(here.world_size if deadline_s > 0 else 0):
+        if rank != here.rank and comes(job.store, rank, f"{key}/{rank}", end):
+            received[rank] = messages.unpacked(job.store.get(f"{key}/{rank}"), rank)
+    return dict(sorted(received.items()))
+
+
+def run_on_main(here: World, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    name = getattr(function, "__qualname__", type(function).__name__)
+    error: Optional[BaseException] = None
+    told: Any = None
+    if here.is_main:
+        try:
+            told = function(*args, **kwargs), None
+            messages.packed(told, here.options.trust_peers)
+        except BaseException as raised:
+            told, error = (None, described(raised)), raised
+    result, message = here.broadcast(told, 0, f"run_on_main({name})")
+    if error is not None:
+        raise error
+    if message is not None:
+        lost = f"rank {here.rank} would continue without its result. See the main rank's traceback."
+        raise failure.caused_by(0, WorldError(f"{name} failed on the main rank ({message}); {lost}"))
+    return cast(T, result)
 
 
 def comes(store: Any, rank: int, key: str, end: float) -> Optional[bool]:

@@ -24,7 +24,6 @@ from packaging.version import Version
 from ddpshim.errors import LaunchError, OptionsError
 from ddpshim.failures import failure, hang_detector
 from ddpshim.job import shared_pdb
-from ddpshim.job.collectives import WorldOfRanks
 from ddpshim.job.world import World, has_group
 from ddpshim.options import Options
 from ddpshim.process import job_store
@@ -103,9 +102,8 @@ def join(
         backend = _make_group(job, env, options.guard, backend, bound, timeout_s)
     if env is None or world_size > 1:  # a single rank needs none, and a thread of gloo would wake up 100 times a second
         job.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=side_timeout_s))
-    world_of = WorldOfRanks if world_size > 1 else World
     launcher = "adopted" if env is None else env.launcher
-    made = world_of(rank=rank, world_size=world_size, backend=backend, launcher=launcher, options=options, _job=job)
+    made = World(rank=rank, world_size=world_size, backend=backend, launcher=launcher, options=options, _job=job)
     if env is None:
         hosts = made.gather(socket.gethostname())
         local = [other for other in range(world_size) if hosts[other] == hosts[rank]]

@@ -1,10 +1,10 @@
-"""Defines `World`: this process's place in its job, frozen, with what its collectives do in one process."""
+"""Defines `World`: this process's place in its job, frozen. What its collectives do is in `job.collectives`."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, Union, cast
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,6 @@ _OF_LAUNCHERS = (
 )
 T = TypeVar("T")
 N = TypeVar("N", float, torch.Tensor)
-
-
-def as_divisor(count: Any, total: torch.Tensor) -> torch.Tensor:
-    """Return `count` on the device of `total`, in at least float32: counts above 256 are not exact in bfloat16."""
-    wide = torch.promote_types(total.dtype, torch.float32)
-    if isinstance(count, torch.Tensor):
-        return count.detach().to(total.device, wide)
-    return total.detach().new_full((), count, dtype=wide)  # written on the device: a copy to it would block
 
 
 @dataclass(frozen=True)
@@ -104,7 +96,7 @@ class World:
         If the program branches on a value, broadcast the main rank's, else ranks diverge: `path =
         world.broadcast(top_k.get_ckpt_path(metrics))`.
         """
-        return obj
+        return obj if self.is_main else cast(T, self._over_ranks.StandIn())
 
     def running(self, every_n_steps: int = 1) -> Running:
         """Return statistics and counts that are merged over the ranks every n steps; see `Running`. Local."""
@@ -122,7 +114,7 @@ class World:
         Numbers, text, bytes, tensors, arrays, and tuples, lists, sets and mappings of them are sent as they are; other
         objects are pickled, unless the option `trust_peers` is off.
         """
-        return [value]
+        return [value] if self.world_size == 1 else cast("list[T]", self._over_ranks.gather(self, value, what))
 
     def broadcast(self, value: T, src: int = 0, what: Optional[str] = None) -> T:
         """Return the value of rank `src`, on every rank (collective). Other ranks' arguments are ignored.
@@ -134,7 +126,7 @@ class World:
                 f"broadcast from src={src} in a world of {self.world_size}; every rank would wait for a sender that "
                 f"does not exist. Use a rank from 0 to {self.world_size - 1}."
             )
-        return value
+        return value if self.world_size == 1 else cast(T, self._over_ranks.broadcast(self, value, src, what))
 
     def sum(self, value: Any) -> Any:
         """Return the sum over ranks of a number, a tensor, or a mapping of these (collective).
@@ -173,9 +165,15 @@ class World:
                 in `sum`.
             count: the number of this rank's entries, or the sum of their weights; a number or a tensor.
         """
-        if isinstance(total, torch.Tensor):
-            return total / as_divisor(count, total)
-        return float(total) / float(count)
+        if not isinstance(total, torch.Tensor):
+            of_all = self.sum({"total": float(total), "count": float(count)})
+            return cast(N, of_all["total"] / of_all["count"])
+        wide = torch.promote_types(total.dtype, torch.float32)  # counts above 256 are not exact in bfloat16
+        if isinstance(count, torch.Tensor):
+            num = count.detach().to(total.device, wide)
+        else:
+            num = total.detach().new_full((), count, dtype=wide)  # written on the device: a copy to it would block
+        return total / num if self.world_size == 1 else cast(N, self._over_ranks.mean_over(self, total, num))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, in the order of one process's batch (collective). Differentiable.
@@ -188,7 +186,7 @@ class World:
         Args:
             x: (B, ...), of the same shape on every rank. With one process it is returned as it is.
         """
-        return x
+        return x if self.world_size == 1 else cast(torch.Tensor, self._over_ranks.all_gather(self, x))
 
     def count(self, name: str, by: int = 0) -> int:
         """Add `by` to the counter `name`; returns its sum over all ranks so far. Local: does not wait.
@@ -206,14 +204,25 @@ class World:
 
         With a deadline of 0 a rank stores its value and does not wait. Ranks that have left the job are not waited for.
         """
-        return {0: value}
+        if self.world_size == 1:
+            return {0: value}
+        return cast("dict[int, T]", self._over_ranks.gather_with_deadline(self, name, value, deadline_s))
 
     def run_on_main(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run `function` on the main rank only; every rank gets its result (collective).
 
         An exception on the main rank is raised there as it is, and as WorldError everywhere else.
         """
-        return function(*args, **kwargs)
+        if self.world_size == 1:
+            return function(*args, **kwargs)
+        return cast(T, self._over_ranks.run_on_main(self, function, *args, **kwargs))
+
+    @property
+    def _over_ranks(self) -> Any:
+        """The functions for several ranks, which one process does not load."""
+        from ddpshim.job import collectives
+
+        return collectives
 
 
 def world() -> World:
