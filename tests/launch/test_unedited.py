@@ -740,7 +740,8 @@ def test_a_command_that_the_program_does_not_wait_for_is_told(monkeypatch: pytes
     monkeypatch.setattr(file_calls, "say_on_main", said.append)
     monkeypatch.setattr(current(), "world", World())
     started: list[Any] = []
-    popen = file_calls.CLibraries(str, lambda path: f"own/{path}")._popen(lambda process, args: started.append(args))
+    libraries = file_calls.CLibraries(str, lambda path: f"own/{path}")
+    popen = file_calls._calling(libraries._popen, lambda process, args: started.append(args))
     popen(None, ["ffmpeg", "-i", "-", "video.mp4"])
     library = compile("popen(None, ['tar'])", os.path.join(os.path.dirname(os.__file__), "subprocess.py"), "exec")
     exec(library, {"popen": popen})

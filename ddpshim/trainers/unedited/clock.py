@@ -22,6 +22,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import Any, Callable, Optional, TypeVar
 
@@ -75,34 +76,28 @@ class Clock:
         uuid1, seed = uuid.uuid1, self._of_main(lambda: int.from_bytes(posix.urandom(4), "little"))
         hexes = self._of_main(lambda *args, **kwargs: uuid1(*args, **kwargs).hex)
 
-        def at_moment(real: Callable[..., Any], position: int, convert: Any = float) -> Callable[..., Any]:
-            """Return `real` with the current time as its argument at `position`, if that is missing."""
+        def at_moment(real: Callable[..., Any], position: int, convert: Any, /, *args: Any) -> Any:
+            """Call `real` with the current time as its argument at `position`, if that is missing."""
+            is_given = any(one is not None for one in args[position:])
+            return real(*args) if is_given else real(*args[:position], convert(seconds()))
 
-            def stand_in(*args: Any) -> Any:
-                is_given = any(one is not None for one in args[position:])
-                return real(*args) if is_given else real(*args[:position], convert(seconds()))
-
-            return stand_in
-
-        def seeded(real: Callable[..., Any], keyword: str) -> Callable[..., Any]:
-            """Return `real` with a seed if the caller gives none."""
-
-            def stand_in(*args: Any, **kwargs: Any) -> Any:
-                if (args[0] if args else kwargs.get(keyword)) is None:
-                    args, kwargs = args[1:], {**kwargs, keyword: seed()}
-                return real(*args, **kwargs)
-
-            return stand_in
+        def seeded(real: Callable[..., Any], keyword: str, /, *args: Any, **kwargs: Any) -> Any:
+            """Call `real` with a seed if the caller gives none."""
+            if (args[0] if args else kwargs.get(keyword)) is None:
+                args, kwargs = args[1:], {**kwargs, keyword: seed()}
+            return real(*args, **kwargs)
 
         of_main: Any = (time.time, time.time_ns, posix.urandom, input)
         made: list[tuple[Any, Any]] = [(real, self._of_main(real)) for real in of_main]
-        made += [(real, at_moment(real, 0)) for real in (time.localtime, time.gmtime, time.ctime)]
-        made += [(real, at_moment(real, at, _localtime)) for real, at in ((time.strftime, 1), (time.asctime, 0))]
+        made += [(real, partial(at_moment, real, 0, float)) for real in (time.localtime, time.gmtime, time.ctime)]
+        made += [
+            (real, partial(at_moment, real, at, _localtime)) for real, at in ((time.strftime, 1), (time.asctime, 0))
+        ]
         made.append((uuid1, lambda *args, **kwargs: uuid.UUID(hexes(*args, **kwargs))))
-        made.append((random.seed, seeded(random.seed, "a")))
+        made.append((random.seed, partial(seeded, random.seed, "a")))
         numpy = sys.modules.get("numpy")
         if numpy is not None:
-            made += [(real, seeded(real, "seed")) for real in (numpy.random.seed, numpy.random.default_rng)]
+            made += [(real, partial(seeded, real, "seed")) for real in (numpy.random.seed, numpy.random.default_rng)]
         return made
 
     def _of_main(self, real: Callable[..., T]) -> Callable[..., T]:

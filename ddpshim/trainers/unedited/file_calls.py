@@ -159,30 +159,27 @@ class CLibraries:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Within this block, redirect libraries, also those that are imported in it."""
-        made: list[tuple[str, str, Callable[[Any], Any]]] = []
-        for places, redirect in ((_READING, self._reads), (self._writing, self._writes)):
-            for module, name, position, keyword in places:
-                made.append((module, name, functools.partial(_redirected, redirect, position, keyword)))
-        own: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+        instead: list[tuple[str, str, Callable[..., Any]]] = [
             *(("h5py", "h5f.open", functools.partial(self._h5, False)), ("lmdb", "open", self._lmdb_open)),
             *(("h5py", "h5f.create", functools.partial(self._h5, True)), ("av", "open", self._av_open)),
-            ("sqlite3.dbapi2", "connect", self._sqlite_connect),
-        )
-        made += [(module, name, functools.partial(functools.partial, instead)) for module, name, instead in own]
-        made.append(("subprocess", "Popen.__init__", self._popen))
+            *(("sqlite3.dbapi2", "connect", self._sqlite_connect), ("subprocess", "Popen.__init__", self._popen)),
+        ]
+        for places, redirect in ((_READING, self._reads), (self._writing, self._writes)):
+            for module, name, position, keyword in places:
+                instead.append((module, name, functools.partial(_redirected, redirect, position, keyword)))
         with contextlib.ExitStack() as undo:
 
-            def replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
+            def replace(module: str, name: str, call: Callable[..., Any]) -> None:
                 *inner, last = name.split(".")
                 owner: Any = sys.modules[module]
                 for part in inner:
                     owner = getattr(owner, part, None)
                 if hasattr(owner, last):
-                    undo.enter_context(replaced(owner, last, make(getattr(owner, last))))
+                    undo.enter_context(replaced(owner, last, _calling(call, getattr(owner, last))))
 
             with noted() as held:  # other modules may already have imported these functions
-                for module, name, make in made:
-                    undo.callback(after_import(module, functools.partial(replace, module, name, make)))
+                for module, name, call in instead:
+                    undo.callback(after_import(module, functools.partial(replace, module, name, call)))
             undo.enter_context(in_place(held))
             yield
 
@@ -217,27 +214,23 @@ class CLibraries:
             database = f"file:{quote(place)}?{urlsplit(os.fsdecode(database)).query}" if is_address else place
         return real(database, *args, **kwargs)
 
-    def _popen(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _popen(self, real: Any, process: Any, args: Any, *more: Any, **kwargs: Any) -> None:
         """Redirect ffmpeg's output, which is how videos are written, and for all programs files this rank has made."""
-
-        def stand_in(process: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
-            command, last = args, None
-            if isinstance(args, (list, tuple)) and args:
-                command, last, args = args[0], args[-1], [self._argument(part) for part in args]
-            is_text = isinstance(last, str) and ":" not in last and not last.startswith("-")
-            is_file = is_text or isinstance(last, os.PathLike)
-            if is_file and os.path.basename(os.fsdecode(command)).startswith("ffmpeg"):
-                args[-1] = self._writes(last)
-            elif current().world is not None and is_users(sys._getframe(1).f_code.co_filename):
-                say_on_main(
-                    f"{users_line()}: every rank starts {command!r} by subprocess.Popen, so all of them write its "
-                    "files. With subprocess.run, which waits for the command, only the main rank runs it"
-                )
-            if kwargs.get("cwd") is not None:
-                kwargs["cwd"] = self._reads(kwargs["cwd"])
-            real(process, args, *more, **kwargs)
-
-        return stand_in
+        command, last = args, None
+        if isinstance(args, (list, tuple)) and args:
+            command, last, args = args[0], args[-1], [self._argument(part) for part in args]
+        is_text = isinstance(last, str) and ":" not in last and not last.startswith("-")
+        is_file = is_text or isinstance(last, os.PathLike)
+        if is_file and os.path.basename(os.fsdecode(command)).startswith("ffmpeg"):
+            args[-1] = self._writes(last)
+        elif current().world is not None and is_users(sys._getframe(2).f_code.co_filename):
+            say_on_main(
+                f"{users_line()}: every rank starts {command!r} by subprocess.Popen, so all of them write its files. "
+                "With subprocess.run, which waits for the command, only the main rank runs it"
+            )
+        if kwargs.get("cwd") is not None:
+            kwargs["cwd"] = self._reads(kwargs["cwd"])
+        real(process, args, *more, **kwargs)
 
     def _argument(self, part: Any) -> Any:
         is_a_path = isinstance(part, os.PathLike) or (isinstance(part, str) and not part.startswith("-"))
@@ -265,18 +258,17 @@ def sqlite_file(database: Any) -> tuple[str, bool]:
     return ("" if mode == "memory" or path == ":memory:" else path), mode == "ro"
 
 
-def _redirected(
-    redirect: Callable[[Any], Any], position: int, keyword: str, real: Callable[..., Any]
-) -> Callable[..., Any]:
-    @functools.wraps(real, updated=())
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        if keyword in kwargs:
-            kwargs[keyword] = _place(redirect, kwargs[keyword])
-        elif len(args) > position:
-            args = (*args[:position], _place(redirect, args[position]), *args[position + 1 :])
-        return real(*args, **kwargs)
+def _calling(call: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function, which can be a method, that calls `call` with `real` before its own arguments."""
+    return functools.wraps(real, updated=())(lambda *args, **kwargs: call(real, *args, **kwargs))
 
-    return stand_in
+
+def _redirected(redirect: Any, position: int, keyword: str, real: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if keyword in kwargs:
+        kwargs[keyword] = _place(redirect, kwargs[keyword])
+    elif len(args) > position:
+        args = (*args[:position], _place(redirect, args[position]), *args[position + 1 :])
+    return real(*args, **kwargs)
 
 
 def _place(redirect: Callable[[Any], Any], path: Any) -> Any:
@@ -350,7 +342,7 @@ class Locks:
 
     def installed(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which `fcntl.flock` and `fcntl.lockf` note what the main thread locks."""
-        return in_place({id(real): self._noted(real) for real in (fcntl.flock, fcntl.lockf)})
+        return in_place({id(real): functools.partial(self._lock, real) for real in (fcntl.flock, fcntl.lockf)})
 
     def held(self) -> str:
         """Return a file that the main thread, which asks, has locked; "" if there is none."""
@@ -358,18 +350,15 @@ class Locks:
             return ""
         return next((file for number, file in self._held.items() if _file_of(number) == file), "")  # else it is closed
 
-    def _noted(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def stand_in(fd: Any, operation: int, *rest: Any) -> Any:
-            answer = real(fd, operation, *rest)
-            number = fd if isinstance(fd, int) else fd.fileno()
-            file = _file_of(number)
-            if operation & fcntl.LOCK_UN:
-                self._held.pop(number, None)
-            elif threading.current_thread() is threading.main_thread() and self._places.has(file):
-                self._held[number] = file
-            return answer
-
-        return stand_in
+    def _lock(self, real: Callable[..., Any], fd: Any, operation: int, *rest: Any) -> Any:
+        answer = real(fd, operation, *rest)
+        number = fd if isinstance(fd, int) else fd.fileno()
+        file = _file_of(number)
+        if operation & fcntl.LOCK_UN:
+            self._held.pop(number, None)
+        elif threading.current_thread() is threading.main_thread() and self._places.has(file):
+            self._held[number] = file
+        return answer
 
 
 def _file_of(descriptor: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _io
 import contextlib
+import functools
 import os
 import posix
 import shutil
@@ -171,22 +172,18 @@ class MainsWrites:
 
     def stand_ins(self) -> dict[int, Any]:
         """Return functions that report a move when it is done, by the id of the function that each replaces."""
-        return {id(real): self._moving(real) for real in (posix.rename, posix.replace, posix.link)}
+        return {id(real): functools.partial(self._move, real) for real in (posix.rename, posix.replace, posix.link)}
 
-    def _moving(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _move(self, real: Callable[..., Any], src: Any, dst: Any, **kwargs: Any) -> None:
         keeps_source = real is posix.link
-
-        def stand_in(src: Any, dst: Any, **kwargs: Any) -> None:
-            given = [os.path.abspath(os.fsdecode(path)) for path in (src, dst)]
-            source, to = without_links(given[0], keeps_source), without_links(given[1], follows=False)
-            is_asked = self._left.is_asked_by(sys._getframe(1))
-            if not (keeps_source or is_asked or self._left.has(given[0])):
-                self._changes.tell_all(source)
-            real(src, dst, **kwargs)
-            if not (is_asked or any(map(self._left.has, given))):
-                self._saves.move(source, to, keeps_source)
-
-        return stand_in
+        given = [os.path.abspath(os.fsdecode(path)) for path in (src, dst)]
+        source, to = without_links(given[0], keeps_source), without_links(given[1], follows=False)
+        is_asked = self._left.is_asked_by(sys._getframe(1))
+        if not (keeps_source or is_asked or self._left.has(given[0])):
+            self._changes.tell_all(source)
+        real(src, dst, **kwargs)
+        if not (is_asked or any(map(self._left.has, given))):
+            self._saves.move(source, to, keeps_source)
 
 
 def without_links(path: str, follows: bool) -> str:
