@@ -202,20 +202,16 @@ class Windows:
         demo = np.searchsorted(self._starts, at, side="right") - 1
         length = self._lengths[demo][:, None]
         time = (at - self._starts[demo] + self._offset)[:, None] + self._window
-        here, last = self._rows(demo[:, None], time.clip(0, length - 1)), self._rows(demo, self._goal[demo])
+        here = functools.partial(self._rows, demo[:, None], time.clip(0, length - 1))
+        last = functools.partial(self._rows, demo, self._goal[demo])
         mask = ((time >= 0) & (time < length))[..., None]
         return _each(torch.from_numpy, self._sample(at, here, last, mask, demo))
 
-    def _rows(self, demo: Any, time: Any) -> _Rows:
-        """Return what takes the rows of any key at given times of given demonstrations."""
-        at = self._first_rows[demo] + time
-
-        def take(key: str) -> Any:
-            if key in self._mapped:
-                return self._mapped[key].take(demo, time)
-            return self.dataset.hdf5_cache.flat[key].take(at, axis=0)
-
-        return take
+    def _rows(self, demo: Any, time: Any, key: str) -> Any:
+        """Return the rows of `key` at given times of given demonstrations."""
+        if key in self._mapped:
+            return self._mapped[key].take(demo, time)
+        return self.dataset.hdf5_cache.flat[key].take(self._first_rows[demo] + time, axis=0)
 
     def _sample(self, at: Any, here: _Rows, last: _Rows, mask: Any, demo: Any) -> dict[str, Any]:
         """Build all samples of a batch at once, with the steps by which upstream builds one sample, in their order."""
