@@ -22,7 +22,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -49,8 +48,7 @@ class Hunk(NamedTuple):
     new: tuple[bytes, ...]
 
 
-@dataclass(frozen=True)
-class PatchSet:
+class PatchSet(NamedTuple):
     """One folder of diffs. `name` is ``codebase/version``, `package` the top folder of all its files."""
 
     name: str
@@ -272,8 +270,7 @@ def _show(line: bytes) -> str:
 # What a package has
 
 
-@dataclass(frozen=True)
-class FileStatus:
+class FileStatus(NamedTuple):
     """One target file: `state` is original, patched, unknown or missing; `path` is without symlinks."""
 
     name: str
@@ -283,8 +280,7 @@ class FileStatus:
     content: bytes = b""
 
 
-@dataclass(frozen=True)
-class Status:
+class Status(NamedTuple):
     """The state of one package folder with respect to one patch set."""
 
     patch_set: PatchSet
@@ -364,7 +360,7 @@ def _turn(wanted: str, target: str, set_name: Optional[str], writes: bool = True
     changes = [(file, turned(look.patch_set, file, wanted)) for file in look.files if file.state != wanted]
     if writes:
         _write(look.directory, changes)
-    return replace(_look_at(look.patch_set, look.directory), changed=tuple(file.name for file, _ in changes))
+    return _look_at(look.patch_set, look.directory)._replace(changed=tuple(file.name for file, _ in changes))
 
 
 def turned(patch_set: PatchSet, file: FileStatus, wanted: str) -> bytes:
