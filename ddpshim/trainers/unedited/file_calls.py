@@ -32,6 +32,7 @@ _KEEP_REAL = ("posix", "importlib", "zipimport", "ddpshim")
 _KEEP_IN_CLASSES = ("pathlib", "glob", "tempfile")  # hold functions as class attributes or default arguments
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 TEMPORARY = getattr(os, "O_TMPFILE", 0)
+_DELETED = " (deleted)"  # Linux appends this in /proc to the path of a removed file
 # Audit events of Python that write: for each path, its argument, and the one with the descriptor of its folder.
 _WRITTEN: dict[str, tuple[tuple[int, int], ...]] = {
     **dict.fromkeys(("open", "os.truncate", "sqlite3.connect"), ((0, -1),)),
@@ -135,10 +136,15 @@ def _written_by(event: str, args: Any) -> Iterator[str]:
         if isinstance(args[at], (str, bytes, os.PathLike)):
             path, descriptor = os.fsdecode(args[at]), -1 if folder < 0 else args[folder]
             if not os.path.isabs(path):
-                above = posix.getcwd() if descriptor < 0 else posix.readlink(f"/proc/self/fd/{descriptor}")
-                path = os.path.join(above, path)
+                path = os.path.join(posix.getcwd() if descriptor < 0 else path_of(descriptor), path)
             if not is_special(path):
                 yield path
+
+
+def path_of(descriptor: int) -> str:
+    """Return the path of an open file or folder, also if it was removed since. Raises OSError if it is closed."""
+    path = posix.readlink(f"/proc/self/fd/{descriptor}")
+    return path[: -len(_DELETED)] if path.endswith(_DELETED) and not posix.fstat(descriptor).st_nlink else path
 
 
 def is_special(path: str) -> bool:
@@ -348,20 +354,18 @@ class Locks:
         """Return a file that the main thread, which asks, has locked; "" if there is none."""
         if not self._held or threading.current_thread() is not threading.main_thread():
             return ""
-        return next((file for number, file in self._held.items() if _file_of(number) == file), "")  # else it is closed
+        for number, file in self._held.items():
+            with contextlib.suppress(OSError):  # it is closed
+                if path_of(number) == file:
+                    return file
+        return ""
 
     def _lock(self, real: Callable[..., Any], fd: Any, operation: int, *rest: Any) -> Any:
         answer = real(fd, operation, *rest)
         number = fd if isinstance(fd, int) else fd.fileno()
-        file = _file_of(number)
+        file = path_of(number)
         if operation & fcntl.LOCK_UN:
             self._held.pop(number, None)
         elif threading.current_thread() is threading.main_thread() and self._places.has(file):
             self._held[number] = file
         return answer
-
-
-def _file_of(descriptor: int) -> str:
-    with contextlib.suppress(OSError):
-        return os.readlink(f"/proc/self/fd/{descriptor}")
-    return ""

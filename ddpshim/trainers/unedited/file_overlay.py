@@ -23,7 +23,7 @@ from typing import Any, Callable, Optional, TypeVar
 
 from ddpshim.errors import SyncError
 from ddpshim.process.users_line import users_line
-from ddpshim.trainers.unedited.file_calls import PRIVATE, LeftAlone, is_special, may_write
+from ddpshim.trainers.unedited.file_calls import PRIVATE, LeftAlone, is_special, may_write, path_of
 from ddpshim.trainers.unedited.main_file_log import Before, MainsChanges, MainsSaves, state_of
 from ddpshim.variables import RANK, RUN_DIR
 
@@ -32,7 +32,6 @@ T = TypeVar("T")
 _READING = ("stat", "lstat", "access", "statvfs", "listxattr", "getxattr", "pathconf")
 _CHANGING = ("truncate", "chmod", "chown", "lchown", "utime", "setxattr", "removexattr")
 _OF_LINKS = ("lstat", "readlink", "lchown", "mkdir", "unlink", "remove", "rmdir")  # never follow the last part
-_DELETED = " (deleted)"  # Linux appends this in /proc to the path of a removed file
 _MOST_LINKS = 40
 _MOST_FOLDERS = 10_000  # folders whose path without links is cached
 
@@ -117,7 +116,7 @@ class Files:
     def scandir(self, path: Any = None) -> Any:
         path = "." if path is None else path
         # The descriptor of an open folder has a path, too.
-        found = self._path(_path_of(path) if isinstance(path, int) else path)
+        found = self._path(path_of(path) if isinstance(path, int) else path)
         if found is None:
             return posix.scandir(path)
 
@@ -231,7 +230,7 @@ class Files:
         if not path:
             return None  # the real function raises its error
         if dir_fd is not None and not os.path.isabs(path):
-            path = os.path.join(_path_of(dir_fd), path)
+            path = os.path.join(path_of(dir_fd), path)
         path = os.path.normpath(os.path.join(self.view.folder, path))
         if is_written:
             frame = sys._getframe(2)
@@ -608,9 +607,3 @@ def _remove_quietly(path: str) -> None:
 
 def _error(number: int, path: str, to: Optional[str] = None) -> OSError:
     return OSError(number, os.strerror(number), path, None, to)
-
-
-def _path_of(descriptor: int) -> str:
-    """Return the path of an open file or folder, also if the main rank has removed it since."""
-    path = posix.readlink(f"/proc/self/fd/{descriptor}")
-    return path[: -len(_DELETED)] if path.endswith(_DELETED) and not posix.fstat(descriptor).st_nlink else path
