@@ -500,7 +500,7 @@ class View:
             posix.symlink(before.content or b"", os.fsencode(own))
             self._folders.clear()
         else:
-            with _io.open(posix.open(own, os.O_WRONLY | os.O_CREAT), "wb") as file:
+            with _io.open(own, "wb") as file:
                 file.write(before.content or b"")
             posix.truncate(own, before.size)
             posix.utime(own, ns=(before.modified_ns, before.modified_ns))
@@ -571,10 +571,8 @@ class View:
 
 def copy_file(source: str, to: str) -> None:
     """Copy a file's bytes. Calls no function that is replaced in the program."""
-    with _io.open(posix.open(source, os.O_RDONLY), "rb") as reading:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        with _io.open(posix.open(to, flags, 0o666), "wb") as writing:
-            shutil.copyfileobj(reading, writing)
+    with _io.open(source, "rb") as reading, _io.open(to, "wb") as writing:
+        shutil.copyfileobj(reading, writing)
 
 
 def _mode(path: str) -> int:

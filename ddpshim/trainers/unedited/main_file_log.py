@@ -150,7 +150,7 @@ def state_of(path: str, most_bytes: int = -1) -> Before:
         return Before(path, "link", os.fsencode(posix.readlink(path)))
     content = None
     if info.st_size <= most_bytes and stat.S_ISREG(info.st_mode):
-        with _io.open(posix.open(path, os.O_RDONLY), "rb") as file:
+        with _io.open(path, "rb") as file:
             content = file.read(most_bytes)
     return Before(path, "file", content, info.st_size, info.st_mtime_ns, mode)
 
