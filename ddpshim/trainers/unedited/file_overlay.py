@@ -187,33 +187,31 @@ class Files:
         if source is None and to is None:
             posix.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
             return
+        view = self.view
         if source is not None and to is not None:
-            self._move(src, dst, source, to, follows=False)
+            self._do(lambda: view.move(view.find(source, follows=False), view.find(to, follows=False)), src, dst)
             return
 
         # Between this rank's files and those that are not redirected: these may be on different file systems.
         def copy() -> None:
-            place = src if source is None else self.view.place_with_content(self.view.find(source, follows=False))
+            place = src if source is None else view.place_with_content(view.find(source, follows=False))
             if not stat.S_ISREG(posix.lstat(place).st_mode):
                 raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), src, None, dst)
-            copy_file(place, dst if to is None else self.view.place_to_write(self.view.find(to), keeps=False))
+            copy_file(place, dst if to is None else view.place_to_write(view.find(to), keeps=False))
 
         self._do(copy, src, dst)
         if source is None:
             posix.unlink(src, dir_fd=src_dir_fd)
         else:
-            self.view.remove(self.view.find(source, follows=False), is_folder=False)
+            view.remove(view.find(source, follows=False), is_folder=False)
 
     def link(self, src: Any, dst: Any, **kwargs: Any) -> None:
         source, to = self._path(src, is_written=True), self._path(dst, is_written=True)
         if source is None or to is None:
             posix.link(src, dst, **kwargs)
             return
-        self._move(src, dst, source, to, kwargs.get("follow_symlinks", True), keeps_source=True)
-
-    def _move(self, src: Any, dst: Any, source: str, to: str, follows: bool, keeps_source: bool = False) -> None:
-        view = self.view
-        self._do(lambda: view.move(view.find(source, follows), view.find(to, False), keeps_source), src, dst)
+        view, follows = self.view, kwargs.get("follow_symlinks", True)
+        self._do(lambda: view.move(view.find(source, follows), view.find(to, False), keeps_source=True), src, dst)
 
     def symlink(self, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: Optional[int] = None) -> None:
         found = self._path(dst, dir_fd, is_written=True)
@@ -375,7 +373,7 @@ class View:
         if is_new and _exists(place):
             raise _error(errno.EEXIST, path)
         if keeps and self._is_known(path):
-            self._copy(path, self.place(path), own)
+            self._copy(path, self.place(path))
         elif _is_folder(place) and place != own:
             posix.mkdir(own)
         if not _exists(place) and not self._is_hidden(path):
@@ -424,7 +422,7 @@ class View:
         self._make_folder_of(to)
         self._check_target(source, stat.S_ISDIR(info.st_mode), to, keeps_source)
         self._make_folder_of(source)
-        self._copy(source, self._seen_at(source), self.top + source)
+        self._copy(source, self._seen_at(source))
         if _exists(self.top + to) and stat.S_ISDIR(info.st_mode):
             posix.rmdir(self.top + to)
         (posix.link if keeps_source else posix.replace)(self.top + source, self.top + to)
@@ -537,15 +535,16 @@ class View:
             self._make_own(os.path.dirname(folder))
             posix.mkdir(self.top + folder)
 
-    def _copy(self, path: str, place: str, own: str) -> None:
-        """Copy the file or folder at `place` to `own`, with its contents, as far as it is not there yet."""
+    def _copy(self, path: str, place: str) -> None:
+        """Copy the file or folder at `place`, with its contents, below `top`, as far as it is not there yet."""
+        own = self.top + path
         now = state_of(place)._replace(path=path)
         names = self.names(path) if now.kind == "folder" else []
         if now.kind in ("folder", "link") and not _exists(own):
             self._restore(now)
         for name in names:
             inner = os.path.join(path, name)
-            self._copy(inner, self._seen_at(inner), self.top + inner)
+            self._copy(inner, self._seen_at(inner))
         if now.kind == "file" and place != own:
             partial = own + PRIVATE
             copy_file(place, partial)
