@@ -89,6 +89,16 @@ def test_clocks_of_whole_seconds_are_the_main_ranks(monkeypatch: pytest.MonkeyPa
     assert told == 2 * [[(1971, 1, 1), (1971, 1, 2), "1971", "1971", "1971"]]
 
 
+def test_a_class_may_hold_a_clock() -> None:
+    """It gets no instance as its first argument, as a function of Python would."""
+    told = []
+    for world in worlds():
+        with Clock(world).installed():
+            timer: Any = type("Timer", (), {"now": time.time, "local": time.localtime})()
+            told.append((timer.now(), tuple(timer.local())))
+    assert told[0] == told[1]
+
+
 def test_a_file_of_any_name_asks() -> None:
     told = []
     for world in worlds():

@@ -102,18 +102,16 @@ class Clock:
 
     def _of_main(self, real: Callable[..., T]) -> Callable[..., T]:
         """Return `real` with the main rank's result, for the program."""
-        return self.stand_in(
-            real, lambda line, *args, **kwargs: self.answers_of_main(line, lambda: real(*args, **kwargs))
-        )
 
-    def stand_in(self, real: Callable[..., T], instead: Callable[..., T]) -> Callable[..., T]:
-        """Return a function that calls `instead` with the calling line of the program first; `real` for others."""
+        def instead(line: str, *args: Any, **kwargs: Any) -> T:
+            return self.answers_of_main(line, lambda: real(*args, **kwargs))
 
-        def stand_in(*args: Any, **kwargs: Any) -> T:
-            line = self._line_of_program(sys._getframe(1))
-            return real(*args, **kwargs) if line is None else instead(line, *args, **kwargs)
+        return partial(self.call, real, instead)
 
-        return stand_in
+    def call(self, real: Callable[..., T], instead: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Call `instead` with the calling line of the program first; `real` for other callers."""
+        line = self._line_of_program(sys._getframe(1))
+        return real(*args, **kwargs) if line is None else instead(line, *args, **kwargs)
 
     def _line_of_program(self, frame: Optional[FrameType]) -> Optional[str]:
         """Return "train.py:12", the calling line of the program; None if another caller, thread or process asks."""
@@ -189,7 +187,7 @@ class Commands:
             (os.system, lambda line, command: self._handed_out(line, lambda: _system(command))),
             (os.popen, self._stream),
         ]
-        return in_place({id(real): self._clock.stand_in(real, instead) for real, instead in made})
+        return in_place({id(real): partial(self._clock.call, real, instead) for real, instead in made})
 
     def _handed_out(self, line: str, run: Callable[[], Any]) -> Any:
         """Return the main rank's result of `run`; then all ranks see the files that it wrote."""
