@@ -230,6 +230,7 @@ def lists() -> Any:
     seen.append(sorted((base, sorted(folders), sorted(files)) for base, folders, files in os.walk("old")))
     os.chdir("new")
     seen += [os.path.basename(os.getcwd()), os.path.basename(os.getcwdb())]
+    seen.append(type("Holder", (), {"stat": os.stat})().stat("../old/d.txt").st_size)  # of a class, it is no method
     seen += [os.listdir("..") != [], Path("inner").is_dir(), Path.cwd().name]
     Path("relative.txt").write_text("r")
     os.chdir("inner")

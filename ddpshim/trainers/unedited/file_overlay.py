@@ -51,7 +51,8 @@ class Files:
             ((*_CHANGING, "mkdir"), self._change, True),
             (("unlink", "remove", "rmdir"), self._remove, True),
         ):
-            made |= {name: self._stand_in(name, act, is_written) for name in names if hasattr(posix, name)}
+            for real in (getattr(posix, name) for name in names if hasattr(posix, name)):
+                made[real.__name__] = functools.partial(self._at_path, real, act, is_written)
         return {**{id(getattr(posix, name)): made[name] for name in made}, id(_io.open): self.open_file}
 
     def place_to_read(self, path: Any) -> Any:
@@ -85,19 +86,16 @@ class Files:
 
     # Reading
 
-    def _stand_in(self, name: str, act: Callable[..., Any], is_written: bool) -> Callable[..., Any]:
-        """Return the stand-in for a function that takes a path; `act`: what it does with a path of the view."""
-        real = getattr(posix, name)
-
-        def stand_in(path: Any = ".", *args: Any, dir_fd: Optional[int] = None, **kwargs: Any) -> Any:
-            found = self._path(path, dir_fd, is_written)
-            if found is None:
-                return real(path, *args, **({} if dir_fd is None else {"dir_fd": dir_fd}), **kwargs)
-            follows = name not in _OF_LINKS and kwargs.get("follow_symlinks", True)
-            answer = self._do(lambda: act(real, self.view.find(found, follows), *args, **kwargs), path)
-            return os.fsencode(answer) if isinstance(answer, str) and isinstance(path, bytes) else answer
-
-        return stand_in
+    def _at_path(
+        self, real: Any, act: Any, is_written: bool, /, path: Any = ".", *args: Any, dir_fd: Any = None, **kwargs: Any
+    ) -> Any:
+        """Stands in for a function that takes a path; `act`: what it does with a path of the view."""
+        found = self._path(path, dir_fd, is_written)
+        if found is None:
+            return real(path, *args, **({} if dir_fd is None else {"dir_fd": dir_fd}), **kwargs)
+        follows = real.__name__ not in _OF_LINKS and kwargs.get("follow_symlinks", True)
+        answer = self._do(lambda: act(real, self.view.find(found, follows), *args, **kwargs), path)
+        return os.fsencode(answer) if isinstance(answer, str) and isinstance(path, bytes) else answer
 
     def _read(self, real: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
         return real(self.view.place(path), *args, **kwargs)
