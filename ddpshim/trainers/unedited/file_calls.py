@@ -265,8 +265,10 @@ def sqlite_file(database: Any) -> tuple[str, bool]:
 
 
 def _calling(call: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function, which can be a method, that calls `call` with `real` before its own arguments."""
-    return functools.wraps(real, updated=())(lambda *args, **kwargs: call(real, *args, **kwargs))
+    """Return what calls `call` with `real` before its own arguments; it is a method in a class only if `real` is."""
+    if not isinstance(real, FunctionType):
+        return functools.partial(call, real)
+    return functools.wraps(real)(lambda *args, **kwargs: call(real, *args, **kwargs))
 
 
 def _redirected(redirect: Any, position: int, keyword: str, real: Any, /, *args: Any, **kwargs: Any) -> Any:
