@@ -25,7 +25,9 @@ from ddpshim.options import Options
 from ddpshim.process.launch_env import PLACE
 from ddpshim.process.say import count, say
 from ddpshim.tools import new_files, watching
-from ddpshim.tools.judging import NUMBERS, Proof, RunRecords, judge
+from ddpshim.tools.comparing import NUMBERS
+from ddpshim.tools.judging import Proof, judge
+from ddpshim.tools.run_records import RunRecords
 from ddpshim.tools.watching import AGAIN, ONE, ProofSettings
 from ddpshim.trainers.unedited.program import Sources, file_of
 
@@ -136,7 +138,7 @@ def _says_whose(job: Launch, folder: Path) -> Iterator[str]:
     """Yield a note if the program can distribute itself, and ddpshim did so in its place, as for a single process."""
     sources = Sources(file_of(job.command))
     can = sources.own_way is None and (sources.joins or sources.asks_for_rank or "accelerate" in sources.packages)
-    if can and all(r["streams"] is None for r in watching.read(folder, "rank_0") if r["kind"] == "loss"):
+    if can and all(r["streams"] is None for r in RunRecords(folder, "rank_0").all("loss")):
         yield (
             "the program can distribute itself; ddpshim did so here, and the answer is about that, as under `run`. "
             "--own-ddp checks the program's own DDP"

@@ -300,13 +300,6 @@ class RankRecorder(StepRecorder):
         os._exit(1)
 
 
-def read(folder: Path, run: str) -> list[dict[str, Any]]:
-    """Return the records that a run has written so far, without an incomplete last line."""
-    path = folder / f"{run}.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
 def _length(sampler: Any) -> Optional[int]:
     with contextlib.suppress(TypeError, NotImplementedError, AttributeError, ValueError):  # the program's own sampler
         return len(sampler)

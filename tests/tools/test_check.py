@@ -21,7 +21,8 @@ from packaging.version import Version
 from ddpshim import variables
 from ddpshim.errors import LaunchError, SyncError
 from ddpshim.launch.runner import Launch
-from ddpshim.tools import check, judging, new_files, watching
+from ddpshim.tools import check, judging, new_files, run_records, watching
+from ddpshim.tools.comparing import Parting
 from ddpshim.trainers.unedited.file_calls import watched
 from evidence import bugs
 from tests.preloaded import environment, start_afresh
@@ -34,12 +35,12 @@ BUGS = {bug.name: bug for bug in bugs.BUGS}
 def test_sketch_tells_size_of_difference() -> None:
     one = torch.randn(5000, generator=torch.Generator().manual_seed(0))
     other = one + 1e-3 * torch.randn(5000, generator=torch.Generator().manual_seed(1))
-    told = judging.difference(watching.sketch(one), watching.sketch(other))
+    told = run_records.difference(watching.sketch(one), watching.sketch(other))
     assert told == pytest.approx(float((one - other).norm() / one.norm()), rel=0.5)
-    assert judging.difference(watching.sketch(one), watching.sketch(one.clone())) == 0
-    assert judging.difference(watching.sketch(one), None) == math.inf
-    assert judging.difference(None, watching.sketch(torch.zeros(3))) == 0
-    factor, left = judging.ratio(watching.sketch(one) or [], watching.sketch(2 * one) or [])
+    assert run_records.difference(watching.sketch(one), watching.sketch(one.clone())) == 0
+    assert run_records.difference(watching.sketch(one), None) == math.inf
+    assert run_records.difference(None, watching.sketch(torch.zeros(3))) == 0
+    factor, left = run_records.ratio(watching.sketch(one) or [], watching.sketch(2 * one) or [])
     assert (factor, left) == (pytest.approx(2.0), pytest.approx(0.0, abs=1e-6))
 
 
@@ -94,7 +95,7 @@ def _add(folder: Path, run: str, kind: str, **values: object) -> None:
         file.write(json.dumps({"kind": kind, "t": 0, **values}) + "\n")
 
 
-def _parting(folder: Path, num_ranks: int = 2) -> judging.Parting:
+def _parting(folder: Path, num_ranks: int = 2) -> Parting:
     proof = judging.judge(folder, num_ranks)
     assert not proof.is_same
     assert proof.parting is not None
@@ -293,7 +294,7 @@ def test_an_optimizer_has_a_number_of_its_own_also_after_others_were_freed(tmp_p
         recorder._after_step(optimizer, (), {})
         del optimizer
     recorder._file.close()
-    assert [record["optimizer"] for record in watching.read(tmp_path, "one") if record["kind"] == "step"] == [0, 1, 2]
+    assert [record["optimizer"] for record in run_records.RunRecords(tmp_path, "one").all("step")] == [0, 1, 2]
 
 
 @pytest.mark.unit
@@ -320,7 +321,7 @@ def test_a_rank_that_stops_drawing_while_others_go_on_is_in_eval_mode(tmp_path: 
 def test_samples_that_differ_by_what_they_draw_alone_do_so_by_design(tmp_path: Path) -> None:
     """One process draws samples a to d at indices 0 to 3, ranks e to h; a few are drawn again from equal numbers."""
 
-    def write(of_ranks: str, sums: float = 1.0, num_common: int = 1, streams: str = "xy") -> Optional[judging.Parting]:
+    def write(of_ranks: str, sums: float = 1.0, num_common: int = 1, streams: str = "xy") -> Optional[Parting]:
         ranks = ("rank_0", "ef", of_ranks[:2]), ("rank_1", "gh", of_ranks[2:])
         for run, samples, indices in (("one", "abcd", "0123"), *ranks):
             _write(tmp_path, run, samples=samples, change=functools.partial(_change, batch={"indices": [*indices]}))
