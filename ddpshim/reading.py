@@ -1,10 +1,11 @@
-"""Reads files that others may have written: anything but a regular file is an error, since reading it may block."""
+"""Reads files that others may have written, whole or their last lines."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from pathlib import Path
 from typing import Union
 
 _WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0)
@@ -22,3 +23,13 @@ def read_bytes(path: Union[str, os.PathLike[str]]) -> bytes:
             return file.read()
     except ValueError as error:  # a NUL in the name
         raise OSError(errno.EINVAL, str(error), os.fspath(path)) from None
+
+
+def end_of(log: Path, num_lines: int = 20) -> str:
+    """Return the last lines of `log`, of a progress bar the last state; "" if it does not exist. Local."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - (1 << 16)))
+        lines = file.read().decode(errors="replace").rstrip().split("\n")[-num_lines:]
+        return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)

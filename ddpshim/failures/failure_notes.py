@@ -16,10 +16,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 from ddpshim import variables
 from ddpshim.errors import SyncError
@@ -29,6 +29,7 @@ from ddpshim.process.job import current
 from ddpshim.process.job_store import ask_store, claim, is_there, rank_in
 from ddpshim.process.say import place, ranks_called, say
 from ddpshim.process.users_line import OURS
+from ddpshim.reading import end_of
 
 _EXIT_HANDLERS_DEADLINE_S = _LAUNCHER_DEADLINE_S = 5.0
 LOST, LATE = "lost", "late"
@@ -45,6 +46,7 @@ _SIGNS = {
     "wait timeout after ": LATE,  # torch/csrc/distributed/c10d/TCPStore.cpp: a wait in the store, as new_group's
     "Socket Timeout": LATE,  # the same, before torch 2.4
 }
+_NUM_LINES_OF_WATCHDOG = 200  # nccl's watchdog prints stacks after its message
 _LONGEST = 300  # characters of an error in the line of a rank that did not fail first
 _REST_OF_FRAME = r".*\n(?:    .*\n|  \[Previous line .*\n)*"
 _OF_DECORATOR = r".*/(?:torch/_dynamo/\w+|torch/utils/_contextlib|contextlib|functools|runpy)\.py|<frozen runpy>"
@@ -246,6 +248,36 @@ def put(folder: str, rank: Union[int, str], note: Note) -> None:
     partial = Path(folder, f"partial.{rank}")
     partial.write_text(json.dumps(note))
     partial.replace(Path(folder, f"failed.{rank}"))
+
+
+def notes_in(run_dir: str) -> dict[int, Note]:
+    """Return the notes of the ranks that failed, by rank. Local."""
+    return {int(file.suffix[1:]): Note(*json.loads(file.read_text())) for file in Path(run_dir).glob("failed.*")}
+
+
+def first_to_fail(
+    seen: Mapping[int, Any], notes: Mapping[int, Note], log_dir: Optional[Path] = None
+) -> tuple[int, int]:
+    """Return the rank that failed first, and its exit code; `seen`: torch's `ProcessFailure` by rank. Local."""
+
+    def order(rank: int) -> tuple[int, bool, int, bool, float]:
+        # First ranks with an error of their own, then one that the agent saw ended by SIGTERM before it ended others,
+        # then those that only lost a peer (perhaps before the agent saw the peer end), last those that the agent ended
+        # because of another one. Among them the one that claimed to be the first (the other ranks have printed its
+        # name), or the earliest; the agent's times are whole seconds, and within one second a rank with a note counts
+        # as first.
+        own = notes.get(rank)
+        if own is not None:
+            return 2 * own.lost_a_peer, not own.is_first, int(own.moment), False, own.moment
+        code = seen[rank].exitcode
+        # nccl's watchdog ends a process that waits for another one by SIGABRT: it only lost a peer.
+        end = "" if log_dir is None else end_of(log_dir / f"rank_{rank}.log", _NUM_LINES_OF_WATCHDOG)
+        waited = code == -signal.SIGABRT and (log_dir is None or meaning_of(end) is not None)
+        ended = code == -signal.SIGTERM and (1 if rank == next(iter(seen)) else 3)
+        return ended or 2 * waited, False, int(seen[rank].timestamp), True, 0.0
+
+    first = min({*seen, *notes}, key=order)
+    return first, notes[first].exit_code if first in notes else seen[first].exitcode
 
 
 # What to do where ranks wait for each other in different places.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import re
@@ -28,7 +27,7 @@ from typing import Any, Optional
 
 from ddpshim import adapters, variables
 from ddpshim.errors import LaunchError, OptionsError
-from ddpshim.failures.failure_notes import Note, meaning_of
+from ddpshim.failures.failure_notes import first_to_fail, notes_in
 from ddpshim.failures.preemption import LISTENS, SIGNALS
 from ddpshim.lazy import nearest
 from ddpshim.observe.records import FOLDER
@@ -36,12 +35,11 @@ from ddpshim.options import Options
 from ddpshim.process.job_store import check_address, stay_on_this_machine
 from ddpshim.process.launch_env import EXIT_REQUEUE, LaunchEnv, read_launch_env
 from ddpshim.process.say import copy_to_screen, say
+from ddpshim.reading import end_of
 from ddpshim.trainers.unedited.program import BEGAN, module_file
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-_NUM_LINES_SHOWN = 20
 _NUM_LINES_SEARCHED = 500  # at the end of rank 0's log, for its traceback
-_NUM_LINES_OF_WATCHDOG = 200  # nccl's watchdog prints stacks after its message
 
 
 @dataclass(frozen=True)
@@ -443,43 +441,3 @@ def _passed_on_by_agent(grace_s: float) -> Iterator[list[int]]:
         SubprocessContext._start = launch  # type: ignore[method-assign]
         for signum, handler in before.items():
             signal.signal(signum, handler)
-
-
-def notes_in(run_dir: str) -> dict[int, Note]:
-    """Return the notes of the ranks that failed, by rank. Local."""
-    return {int(file.suffix[1:]): Note(*json.loads(file.read_text())) for file in Path(run_dir).glob("failed.*")}
-
-
-def first_to_fail(
-    seen: Mapping[int, Any], notes: Mapping[int, Note], log_dir: Optional[Path] = None
-) -> tuple[int, int]:
-    """Return the rank that failed first, and its exit code; `seen`: torch's `ProcessFailure` by rank. Local."""
-
-    def order(rank: int) -> tuple[int, bool, int, bool, float]:
-        # First ranks with an error of their own, then one that the agent saw ended by SIGTERM before it ended others,
-        # then those that only lost a peer (perhaps before the agent saw the peer end), last those that the agent ended
-        # because of another one. Among them the one that claimed to be the first (the other ranks have printed its
-        # name), or the earliest; the agent's times are whole seconds, and within one second a rank with a note counts
-        # as first.
-        own = notes.get(rank)
-        if own is not None:
-            return 2 * own.lost_a_peer, not own.is_first, int(own.moment), False, own.moment
-        code = seen[rank].exitcode
-        # nccl's watchdog ends a process that waits for another one by SIGABRT: it only lost a peer.
-        end = "" if log_dir is None else end_of(log_dir / f"rank_{rank}.log", _NUM_LINES_OF_WATCHDOG)
-        waited = code == -signal.SIGABRT and (log_dir is None or meaning_of(end) is not None)
-        ended = code == -signal.SIGTERM and (1 if rank == next(iter(seen)) else 3)
-        return ended or 2 * waited, False, int(seen[rank].timestamp), True, 0.0
-
-    first = min({*seen, *notes}, key=order)
-    return first, notes[first].exit_code if first in notes else seen[first].exitcode
-
-
-def end_of(log: Path, num_lines: int = _NUM_LINES_SHOWN) -> str:
-    """Return the last lines of `log`, of a progress bar the last state; "" if it does not exist. Local."""
-    if not log.exists():
-        return ""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - (1 << 16)))
-        lines = file.read().decode(errors="replace").rstrip().split("\n")[-num_lines:]
-        return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)

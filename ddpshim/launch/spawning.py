@@ -23,13 +23,13 @@ import torch.distributed as dist
 from ddpshim import variables
 from ddpshim.errors import LaunchError, RankError
 from ddpshim.failures import failure, unsynced_check
-from ddpshim.failures.failure_notes import Note, lost_a_peer, put, traceback_of
+from ddpshim.failures.failure_notes import Note, first_to_fail, lost_a_peer, notes_in, put, traceback_of
 from ddpshim.job import group
-from ddpshim.launch.runner import end_of, first_to_fail, notes_in
 from ddpshim.process.job import begin_next
 from ddpshim.process.job_store import stay_on_this_machine
 from ddpshim.process.launch_env import read_launch_env
 from ddpshim.process.say import ranks_called, say_once
+from ddpshim.reading import end_of
 
 _LOOK_EVERY_S = 0.5
 _OTHERS_S = 3.0  # for ranks to report that they fail too, and to end after their result

@@ -20,10 +20,11 @@ import torch
 from ddpshim import variables, version
 from ddpshim.errors import LaunchError
 from ddpshim.launch import runner
-from ddpshim.launch.runner import Launch, end_of, make_log_dir, run
+from ddpshim.launch.runner import Launch, make_log_dir, run
 from ddpshim.options import Options
 from ddpshim.process.launch_env import PLACE
 from ddpshim.process.say import count, say
+from ddpshim.reading import end_of
 from ddpshim.tools import new_files, watching
 from ddpshim.tools.comparing import NUMBERS
 from ddpshim.tools.judging import Proof, judge

@@ -26,8 +26,8 @@ import torch
 from ddpshim.errors import LaunchError, WorldError
 from ddpshim.job.group import join
 from ddpshim.job.world import World
-from ddpshim.launch.runner import end_of
 from ddpshim.process.say import count
+from ddpshim.reading import end_of
 
 _RANKS, _TRAININGS = __file__, str(Path(__file__).with_name("selftest_trainings.py"))
 _LIMIT = 1e-9  # of differences in float64, relative to the largest value

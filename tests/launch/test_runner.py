@@ -29,6 +29,7 @@ import ddpshim.__main__ as command_line
 from ddpshim import variables
 from ddpshim.errors import LaunchError, WorldError
 from ddpshim.failures import failure, failure_notes, preemption
+from ddpshim.failures.failure_notes import first_to_fail, notes_in
 from ddpshim.launch import runner
 from ddpshim.launch.runner import Launch
 from ddpshim.observe import records
@@ -404,7 +405,7 @@ def test_who_failed_first(said: Any, seen: Any, first: tuple[int, int], tmp_path
         (tmp_path / f"rank_{number}.log").write_text(watchdog.format(number))
     own = {number: failure_notes.Note(*what[:3], "", *what[3:]) for number, what in said.items()}
     ends = {number: SimpleNamespace(timestamp=moment, exitcode=code) for number, (moment, code) in seen.items()}
-    assert runner.first_to_fail(ends, own, tmp_path) == first
+    assert first_to_fail(ends, own, tmp_path) == first
 
 
 @pytest.mark.unit
@@ -418,23 +419,23 @@ def test_what_a_rank_says_of_its_end_is_whole_or_not_there(
         ended.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             failure_notes.write(lost, 1)
-    assert runner.notes_in(str(tmp_path)) == {}
+    assert notes_in(str(tmp_path)) == {}
     failure_notes.write(lost, 1)
     failure_notes.write(ValueError("what came of it"), 3)
     said = "RuntimeError: Connection reset by peer\n"
-    assert runner.notes_in(str(tmp_path)) == {1: (pytest.approx(time.time(), abs=patience(60)), 1, True, said, True)}
+    assert notes_in(str(tmp_path)) == {1: (pytest.approx(time.time(), abs=patience(60)), 1, True, said, True)}
     failure_notes.write(ValueError("rank 0 left early"), 1, knows_cause=True)
-    assert runner.notes_in(str(tmp_path))[1][2:] == (False, "ValueError: rank 0 left early\n", True)
+    assert notes_in(str(tmp_path))[1][2:] == (False, "ValueError: rank 0 left early\n", True)
     (tmp_path / "failed.1").unlink()
     failure_notes.write(failure.caused_by(1, WorldError("its own")), 1)
-    assert not runner.notes_in(str(tmp_path))[1].lost_a_peer
-    assert not runner.notes_in(str(tmp_path))[1].is_first, "another rank than this process's, which is 0 without a job"
+    assert not notes_in(str(tmp_path))[1].lost_a_peer
+    assert not notes_in(str(tmp_path))[1].is_first, "another rank than this process's, which is 0 without a job"
     (tmp_path / "failed.1").unlink()
     failure_notes.write(failure.caused_by(0, WorldError("call failed on the main rank (EOFError)")), 1)
     time.sleep(0.01)  # so that rank 0 is later
     monkeypatch.setenv("RANK", "0")
     failure_notes.write(EOFError("closed"), 3)
-    assert runner.first_to_fail({}, runner.notes_in(str(tmp_path))) == (0, 3), "the cause, not what it caused"
+    assert first_to_fail({}, notes_in(str(tmp_path))) == (0, 3), "the cause, not what it caused"
     monkeypatch.setenv(variables.RUN_DIR, str(tmp_path / "removed"))
     failure_notes.write(ValueError("boom"), 1)  # the rank must end even so
     assert "failed.0 cannot be written" in capfd.readouterr().err
