@@ -150,9 +150,9 @@ def verify(path: Path, job: Launch, steps: Optional[tuple[int, int]], num_ranks:
         say(text)
     if of_machine:
         say(f"so bits cannot agree here: losses are compared up to {_CLOSE:g} of their size, and hashes are not")
-    with tempfile.TemporaryDirectory(prefix="ddpshim-check-") as name:
-        job = replace(job, nproc=str(num_ranks), proof=name, log_dir=str(make_log_dir(job)))
-        again = _again(found, job, Path(name), saved, last)
+    with new_files.without_traces() as folder:
+        job = replace(job, nproc=str(num_ranks), proof=str(folder), log_dir=str(make_log_dir(job)))
+        again = _again(found, job, folder, saved, last)
     parting = _parting(found, again, first, last, is_exact=not of_machine)
     if parting is not None and not odd:
         parting += ". Code, data and arguments are those of the certificate"
@@ -234,11 +234,7 @@ def _again(found: dict[str, Any], job: Launch, folder: Path, saved: dict[int, Pa
         at = marks[:-1] if ends and last % found["every"] else marks
         about = {"program": job.command, "every": found["every"], "seed": found["seed"], "first": start}
         _set_up(folder, file, about, at=at, last=last, ends=ends)
-        try:
-            code = run(job)
-        finally:
-            for sentence in new_files.remove(folder):
-                say(sentence)
+        code = run(job)
     if not file.exists():
         raise LaunchError(
             f"the program ended with exit code {code} before its first mark: there is nothing to compare. Its output "

@@ -9,7 +9,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -51,31 +50,26 @@ def check(job: Launch, settings: ProofSettings, alone: Optional[Launch] = None, 
         os.environ[variables.UNEDITED] = "off"
     runner.check(job, os.environ)
     logs, variables_of_one = make_log_dir(job), {**os.environ}  # to which `run` adds those of ranks
-    with tempfile.TemporaryDirectory(prefix="ddpshim-check-") as name:
-        folder = Path(name)
+    with new_files.without_traces() as folder:
         (folder / watching.SETTINGS).write_text(json.dumps(asdict(settings)))
         say(f"runs of {settings.steps} steps; their output goes to {logs}, and files that they make are removed")
-        try:
-            _run_one(alone or job, folder, logs, settings, ONE, variables_of_one)
-            new_files.remove(folder)  # the ranks must not find the checkpoints of this one
-            say(f"run 2: the same program on {settings.num_ranks} ranks")
-            code = run(replace(job, proof=name, nproc=str(settings.num_ranks), log_dir=str(logs)))
-            num_steps = [RunRecords(folder, f"rank_{rank}").num_steps for rank in range(settings.num_ranks)]
-            proof = judge(folder, settings.num_ranks)
-            if proof.parting is not None and all(num_steps):
-                new_files.remove(folder)
-                is_number = proof.parting.what in NUMBERS
-                own = replace(settings, is_nudged=is_number, steps=settings.steps if is_number else proof.parting.step)
-                (folder / watching.SETTINGS).write_text(json.dumps(asdict(own)))
-                variables_of_one.update(_ROUNDED_OTHERWISE if is_number else {})
-                try:
-                    _run_one(alone or job, folder, logs, settings, AGAIN, variables_of_one)
-                    proof = judge(folder, settings.num_ranks)
-                except LaunchError as error:
-                    say(f"without run 3 the answer does not tell rounding from a mistake: {error}")
-        finally:
-            for sentence in new_files.remove(folder):
-                say(sentence)
+        _run_one(alone or job, folder, logs, settings, ONE, variables_of_one)
+        new_files.remove(folder)  # the ranks must not find the checkpoints of this one
+        say(f"run 2: the same program on {settings.num_ranks} ranks")
+        code = run(replace(job, proof=str(folder), nproc=str(settings.num_ranks), log_dir=str(logs)))
+        num_steps = [RunRecords(folder, f"rank_{rank}").num_steps for rank in range(settings.num_ranks)]
+        proof = judge(folder, settings.num_ranks)
+        if proof.parting is not None and all(num_steps):
+            new_files.remove(folder)
+            is_number = proof.parting.what in NUMBERS
+            own = replace(settings, is_nudged=is_number, steps=settings.steps if is_number else proof.parting.step)
+            (folder / watching.SETTINGS).write_text(json.dumps(asdict(own)))
+            variables_of_one.update(_ROUNDED_OTHERWISE if is_number else {})
+            try:
+                _run_one(alone or job, folder, logs, settings, AGAIN, variables_of_one)
+                proof = judge(folder, settings.num_ranks)
+            except LaunchError as error:
+                say(f"without run 3 the answer does not tell rounding from a mistake: {error}")
         proof = replace(proof, notes=[*proof.notes, *_says_whose(job, folder)])
     if (code or not all(num_steps)) and (proof.parting is None or proof.parting.what == "steps"):
         said = "" if code else f" Rank 0 ended with:\n{end_of(logs / 'rank_0.log')}"

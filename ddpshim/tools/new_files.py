@@ -14,12 +14,13 @@ import posix
 import shlex
 import shutil
 import stat
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ddpshim.process.say import count
+from ddpshim.process.say import count, say
 from ddpshim.trainers.unedited.file_calls import LeftAlone, seen_by, watched
 from ddpshim.trainers.unedited.file_overlay import copy_file
 from ddpshim.trainers.unedited.main_file_log import without_links
@@ -71,6 +72,17 @@ class NewFiles:
         except OSError:  # a full disk: it is then reported
             return ""
         return copy
+
+
+@contextlib.contextmanager
+def without_traces() -> Iterator[Path]:
+    """Yield a folder for the records of runs; at the end remove what they made, and say what is left. Local."""
+    with tempfile.TemporaryDirectory(prefix="ddpshim-check-") as name:
+        try:
+            yield Path(name)
+        finally:
+            for sentence in remove(Path(name)):
+                say(sentence)
 
 
 def remove(folder: Path) -> list[str]:
