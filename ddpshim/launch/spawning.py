@@ -96,10 +96,8 @@ def spawn(
 def collect(starting: Iterable[BaseProcess], num_ranks: int, folder: str, *, deadline_s: Optional[float]) -> list[Any]:
     """Start a process for each rank, and return what they `report` in `folder`; no process is left. Local.
 
-    Args:
-        starting: starts the process of each rank and yields it, in the order of their numbers.
-        folder: an empty one, also for `failure_notes`, output of ranks, and stacks of those that were too slow.
-        deadline_s: seconds for all ranks together.
+    `starting` starts the process of each rank and yields it, in the order of their numbers. `folder`, an empty one, is
+    also for `failure_notes`, output of ranks, and stacks of those that were too slow. All share `deadline_s`.
 
     Raises RankError with the traceback of the rank that failed first, or the names of those that were too slow.
     """

@@ -126,8 +126,7 @@ def certify(path: Path, every: int, job: Launch) -> int:
 
 
 def verify(path: Path, job: Launch, steps: Optional[tuple[int, int]], num_ranks: int) -> Repetition:
-    """Repeat the steps A to B of a certificate, rounded outwards to its marks (default: the last
-    ones), and compare.
+    """Repeat the steps A to B of a certificate, rounded outwards to its marks (default: the last ones), and compare.
 
     `job`: what to run; without a program, the certificate's.
 

@@ -184,11 +184,9 @@ class Comparison:
 
     def _samples(self, step: int) -> Iterator[_Found]:
         drawn = self._drawn(step, self._known_by)
-        if drawn is None:
+        if drawn is None or drawn[0] == drawn[1] or _OWN_ORDER in self.by_design:
             return
         mine, together, of_ranks = drawn
-        if mine == together or _OWN_ORDER in self.by_design:
-            return
         size, of_all, common = (sum(names.values()) for names in (mine, together, mine & together))
         alone, main = self.one.trained_on(step)[0], self.ranks[0].trained_on(step)[0]
         of_one, of_main, by_index = alone["sampler"], main["sampler"], self._drawn(step, "indices")
@@ -208,8 +206,7 @@ class Comparison:
                 "in another order), or a sample draws from a generator that the dataset keeps"
             )
         else:
-            meaning = f"a different sample order ({of_one} in one process, {of_main} on the ranks), or a "
-            meaning += "different seed"
+            meaning = f"a different sample order ({of_one} in one process, {of_main} on the ranks), or a different seed"
             if by_index is None:
                 meaning += ", or random numbers of samples (augmentation) are per rank"
         found = f"{size} samples in one process, {of_all} on {len(of_ranks)} ranks, {common} common"
