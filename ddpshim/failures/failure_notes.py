@@ -207,14 +207,14 @@ def _why(rank: int) -> str:
 def _record_for_torchrun(error: Exception) -> None:
     """Write the traceback for torchrun's agent, so that its summary names the root cause."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+        from torch.distributed.elastic.multiprocessing.errors import record
 
-        handler = get_error_handler()
-        handler.initialize()
-        try:
+        @record
+        def fail() -> None:
             raise error
-        except Exception:  # torch records the exception that is being handled
-            handler.record_exception(error)
+
+        with contextlib.suppress(type(error)):
+            fail()
 
 
 def write(error: BaseException, exit_code: int, *, knows_cause: bool = False) -> None:
