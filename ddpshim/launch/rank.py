@@ -11,10 +11,9 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 from ddpshim import variables
 from ddpshim.failures import unsynced_check
@@ -37,28 +36,26 @@ def main(argv: Sequence[str]) -> None:
         os.dup2(file, 1)
         os.dup2(file, 2)
         os.close(file)
-    # Nothing of the program has been imported yet.
-    recorder: AbstractContextManager[Any] = contextlib.nullcontext()
-    if certificate := os.environ.get(variables.CERTIFY):
-        from ddpshim.tools.certifying import Certifier
+    with contextlib.ExitStack() as until:
+        # Nothing of the program has been imported yet.
+        if certificate := os.environ.get(variables.CERTIFY):
+            from ddpshim.tools.certifying import Certifier
 
-        recorder = Certifier(Path(certificate))
-    elif proof := os.environ.get(variables.CHECK):
-        from ddpshim.tools.watching import RankRecorder
+            until.enter_context(Certifier(Path(certificate)))
+        elif proof := os.environ.get(variables.CHECK):
+            from ddpshim.tools.watching import RankRecorder
 
-        recorder = RankRecorder(Path(proof))
-    else:
-        unsynced_check.watch()
-    with recorder:
-        patched = program.patched(argv)
-        joined = program.distributed(argv) if patched is None else contextlib.nullcontext()  # which joins by itself
-        with contextlib.ExitStack() as until, joined as start:
-            shared_pdb.share(until)
-            if start is None:
-                after_import("hydra.core.utils", _one_output_folder)
-            else:  # a warning of DDP, which the program does not use
-                warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-            _run_program(patched or argv, start)
+            until.enter_context(RankRecorder(Path(proof)))
+        else:
+            unsynced_check.watch()
+        shared_pdb.share(until)
+        patched = program.patched(argv)  # which joins by itself
+        start = until.enter_context(program.distributed(argv)) if patched is None else None
+        if start is None:
+            after_import("hydra.core.utils", _one_output_folder)
+        else:  # a warning of DDP, which the program does not use
+            warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+        _run_program(patched or argv, start)
 
 
 def _one_output_folder() -> None:
