@@ -45,8 +45,7 @@ def on_ranks(
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return function()
 
-    results: list[Any] = spawn(as_rank, nproc, every_rank=True, deadline_s=deadline_s)
-    return results
+    return list(spawn(as_rank, nproc, every_rank=True, deadline_s=deadline_s))
 
 
 def assert_same_training(

@@ -221,10 +221,7 @@ class _Environment:
         current().at_end.callback(self._close)
 
     def of(self, make_env: Callable[[], Any], seed: int) -> Any:
-        """Return the environment that `make_env` has made: it is called once for each evaluation's function.
-
-        Random streams stay as they are. Local.
-        """
+        """Return what `make_env` has made: it is called once for each function. Random streams stay. Local."""
         if self._make_env is not make_env:
             self._close()
             with shared_random_streams(seed):

@@ -25,8 +25,6 @@ _NAME = re.compile(r"rank_(0|[1-9][0-9]{0,8})\.jsonl")
 
 PathLike = Union[str, os.PathLike[str]]
 Record = dict[str, Any]
-
-
 _state: dict[str, Any] = {}  # the open `file`, its `path`, and the `process` that opened it; empty without one
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
@@ -67,18 +68,15 @@ class Run:
     @functools.cached_property
     def curves(self) -> dict[str, Curve]:
         """The run's numbers by name and epoch: the means over ranks, and those of episodes."""
-        found: dict[tuple[str, int], list[float]] = {}
+        found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for phase in ("training", "validation"):
             for epoch, passes in self.passes(phase).items():
                 for name, value in (own for record in passes.values() for own in (record.get("own") or {}).items()):
-                    found.setdefault((f"{phase}/{name}", epoch), []).append(value)
+                    found[f"{phase}/{name}"][epoch].append(value)
         for (epoch, where), record in self.evaluations.items():
             for name, value in (record.get("metrics") or {}).items():
-                found[f"rollout/{where}/{name}", epoch] = [value]
-        curves: dict[str, Curve] = {}
-        for (name, epoch), values in found.items():
-            curves.setdefault(name, {})[epoch] = sum(values) / len(values)
-        return curves
+                found[f"rollout/{where}/{name}"][epoch].append(value)
+        return {name: {at: sum(own) / len(own) for at, own in of_epochs.items()} for name, of_epochs in found.items()}
 
     def losses(self, phase: str) -> Curve:
         """Return the curve of the phase's loss."""

@@ -163,8 +163,8 @@ class Certifier(StepRecorder):
             self._write(is_complete=False)
 
     def _see_facts(self) -> None:
-        read = {"code": self._reads.code(), "data": self._reads.data()}
-        self._document["facts"].update(read, packages=certificate.packages())
+        facts = self._document["facts"]
+        facts.update(code=self._reads.code(), data=self._reads.data(), packages=certificate.packages())
 
     def _write(self, is_complete: bool) -> None:
         known = {saved["file"] for saved in self._document["checkpoints"]}

@@ -24,21 +24,16 @@ _FEWEST_TIMED = 4  # steps
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of a proof.
-
-    Attributes:
-        difference: between the trained weights of rank 0 and the one process, after the last step that both made,
-            relative to their norm; None if `is_same` is False.
-        speed: how long a step took in the second half of the steps; "" of too few.
-        by_design: what is not that of one process because the trainer is data parallel, and is no mistake.
-    """
+    """The result of a proof."""
 
     is_same: bool
     num_steps: int
     num_ranks: int
+    # Between the trained weights of rank 0 and the one process, relative to their norm, after the last step that both
+    # made; None if `is_same` is False.
     difference: Optional[float] = None
-    speed: str = ""
-    by_design: Sequence[str] = field(default_factory=list)
+    speed: str = ""  # how long a step took in the second half of the steps; "" of too few
+    by_design: Sequence[str] = field(default_factory=list)  # differs as the trainer is data parallel, and is no mistake
     parting: Optional[Parting] = None
     notes: Sequence[str] = field(default_factory=list)
     wrong: Sequence[Parting] = field(default_factory=list)  # what is wrong in one process too

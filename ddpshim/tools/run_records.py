@@ -16,13 +16,7 @@ Record = dict[str, Any]
 
 
 class RunRecords:
-    """The records of one process.
-
-    Attributes:
-        trained: each batch that a backward pass followed, with the first one's loss.
-        draws: the losses of batches for which this process drew random numbers, which are its own.
-        drawn: of each loader whose samples are trained on, the record of some drawn from equal random numbers, or {}.
-    """
+    """The records of one process."""
 
     def __init__(self, folder: Path, run: str) -> None:
         path = folder / f"{run}.jsonl"
@@ -33,8 +27,11 @@ class RunRecords:
         self.error = next((r["error"] for r in self.all("failed")), "")
         of_passes = [r for r in self.records if r["kind"] in ("batch", "loss")]
         pairs = zip(of_passes, of_passes[1:])
+        # Each batch that a backward pass followed, with the first one's loss.
         self.trained = [pair for pair in pairs if (pair[0]["kind"], pair[1]["kind"]) == ("batch", "loss")]
+        # The losses of batches for which this process drew random numbers, which are its own.
         self.draws = [loss for batch, loss in self.trained if batch["streams"] not in (None, loss["streams"])]
+        # Of each loader whose samples are trained on, the record of some drawn from equal random numbers, or {}.
         loaders = dict.fromkeys(batch["loader"] for batch, _ in self.trained)
         self.drawn = [next((r for r in self.all("drawn") if r["loader"] == loader), Record()) for loader in loaders]
 
