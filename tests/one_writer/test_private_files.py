@@ -172,7 +172,7 @@ def written_files() -> Any:
     with np.load("arrays.npz") as arrays:
         seen.append(arrays["a"].tolist())
     Path("text.gz").unlink()  # it has the time in it
-    modes = [os.stat(name).st_mode for name in ("by_os", "new.txt")]
+    modes = [os.stat(name).st_mode for name in ("by_os", "new.txt", "state.json", "log.txt")]
     return seen, raised.value.filename, modes, os.path.getsize("large.bin")
 
 

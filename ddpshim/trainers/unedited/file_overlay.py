@@ -204,7 +204,8 @@ class Files:
             view.remove(view.find(source, follows=False), is_folder=False)
 
     def link(self, src: Any, dst: Any, **kwargs: Any) -> None:
-        source, to = self._path(src, is_written=True), self._path(dst, is_written=True)
+        source = self._path(src, kwargs.get("src_dir_fd"), is_written=True)
+        to = self._path(dst, kwargs.get("dst_dir_fd"), is_written=True)
         if source is None or to is None:
             posix.link(src, dst, **kwargs)
             return
@@ -503,7 +504,8 @@ class View:
             if before.content is None:
                 self._unknown[before.path] = before
         if before.kind != "link":
-            posix.chmod(own, before.mode | stat.S_IRWXU)
+            needed = stat.S_IRWXU if before.kind == "folder" else stat.S_IRUSR | stat.S_IWUSR
+            posix.chmod(own, before.mode | needed)
 
     def _is_known(self, path: str) -> bool:
         """Whether the content of a file is known. If the main rank has only opened or moved it so far, copies it."""
