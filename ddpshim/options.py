@@ -103,6 +103,11 @@ class Options:
         choice("auto", "force", "off"),
         "under `run`: trace networks once, replay them without Python where that pays; force: from the second call on",
     )
+    graphs: str = option(
+        "auto",
+        choice("auto", "on", "off"),
+        "under `run`: replay what `capture` traced as CUDA graphs; auto: not yet, as no GPU has shown equal bits",
+    )
     draws: str = option(
         "one_process",
         choice("one_process", "sample"),
@@ -219,11 +224,6 @@ def _parse(found: Mapping[str, tuple[str, Any]], problems: list[str]) -> dict[st
         problems.append(
             f"{found['lr_rule'][0]}: lr_rule={values['lr_rule']} without per_rank_batch: the global batch is "
             "unchanged, so the learning rate must be too. Set per_rank_batch as well, or leave lr_rule out"
-        )
-    if values.get("rows_at_once") is not None and (values.get("exact") is not None or values.get("capture") == "off"):
-        problems.append(
-            f"{found['rows_at_once'][0]}: rows_at_once with exact, or with capture=off: it computes what is captured "
-            "of a network, and adds up gradients by its own pieces, not by virtual ranks. Leave one of them out"
         )
     if problems:
         count = f"{len(problems)} options are" if len(problems) > 1 else "1 option is"

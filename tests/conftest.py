@@ -39,7 +39,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 LONGEST = [
     f"test_{name}.py"
     for name in (
-        *("one_process", "rows", "check", "capture", "at_once"),
+        *("one_process", "rows", "check", "capture", "at_once", "graphs"),
         *("simulated_gpus", "robomimic", "examples", "resume", "parallel", "docs", "runner"),
         *("group", "data_kinds", "equivalence", "noise", "course", "guard", "report", "unedited"),
         *("rollout", "launch_matrix", "faults", "selftest", "packaging", "options", "background", "sampler", "slurm"),

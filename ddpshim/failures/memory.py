@@ -28,7 +28,7 @@ def explain(error: BaseException) -> None:
     if (present := os.environ.get(_OPTION, "").strip()).isdigit():
         most = min(most, int(present))
     advice = f"{_OPTION}={max(1, most // 2)} computes a network on so many rows at once, with the same numbers"
-    error.args = (f"{text}\nmemory ran out {where}: {advice} (python -m ddpshim docs options).", *error.args[1:])
+    error.args = (f"{text}\nmemory ran out {where}: {advice} (python -m ddpshim docs one_gpu).", *error.args[1:])
 
 
 def _call_in(frame: Any) -> Optional[tuple[str, int]]:

@@ -29,7 +29,7 @@ from ddpshim.process.say import say_on_main
 from ddpshim.process.users_line import users_line
 from ddpshim.rows import blocks, rules
 from ddpshim.rows.blocks import Part, Ranks
-from ddpshim.rows.tape import NoMessages, Refused, are_equal, check_assertion, have_equal_graphs
+from ddpshim.rows.tape import NoMessages, Refused, are_equal, check_assertion, have_equal_graphs, nodes_below
 from ddpshim.rows.tensor import Rows, leaves, mapped, memory_of
 
 _T = torch.Tensor
@@ -102,7 +102,7 @@ class Call(_Alone):
         if fine is None or any(type(x) is Rows and x.part != self.coarse(fine) for x in given):
             raise Refused("its inputs have different rows")
         self._part = fine
-        self._modes, self._before = _modes(self.device), _generator(self.device).get_state()
+        self._modes, self._before = modes(self.device), generator(self.device).get_state()
         self._given, self._original = [self._kept(x) for x in given], given
         self._seen = dict[int, torch.Tensor]()  # traits, by place
         self._lasts = [type(x) is not Rows and x is y for x, y in zip(self._given, given)]  # also without this call
@@ -159,16 +159,16 @@ class Call(_Alone):
             for number in range(self._num):
                 with replaced(state, "ranks", self._rank_for(number)):
                     bits.append(_packed(blocks.own(whole, rows.dimension, rows.part)))
-            self._masks.append((whole.max(), _generator(self.device).get_state(), *bits))
+            self._masks.append((whole.max(), generator(self.device).get_state(), *bits))
         scale, after, *bits = self._masks[self._num_masks]
         self._num_masks += 1
-        _generator(self.device).set_state(after)
+        generator(self.device).set_state(after)
         return _unpacked(bits[self._number], rows.block, scale)
 
     def _run(self, number: int, given: list[Any]) -> list[Any]:
         self._num_masks, self._number = 0, number
-        _generator(self.device).set_state(self._before)
-        with self._computing(number, self), _in_modes(self._modes):
+        generator(self.device).set_state(self._before)
+        with self._computing(number, self), in_modes(self._modes):
             return list(self._graph.forward(*given))
 
     # The graph is proven to be of rows, and what the program's Python computes.
@@ -214,7 +214,7 @@ class Call(_Alone):
             restore_rank_states(before, self.device)
 
     def _run_as_first(self, given: list[Any]) -> list[Any]:
-        with self._computing(0, _Alone()), _nothing_saved(), _in_modes(self._modes):
+        with self._computing(0, _Alone()), _nothing_saved(), in_modes(self._modes):
             return list(self._graph.forward(*given))
 
     def _results_of(self, given: list[Any], outputs: list[Any]) -> list[Any]:
@@ -336,7 +336,7 @@ class Call(_Alone):
         where, trained = [*self._sources], self._trained
         asked = set[int]().union(*(self._sources[i] for i, gradient in zip(where, given) if gradient is not None))
         self._check_unchanged({*self._seen} - {*trained} | asked)
-        keeps, now = torch.is_grad_enabled(), _generator(self.device).get_state()
+        keeps, now = torch.is_grad_enabled(), generator(self.device).get_state()
         rows = {i: x for i, x in enumerate(self._given) if type(x) is Rows}
         sources = {i: x.view_as(x) for i, x in zip(trained, tensors)} if keeps else {}
         starts = sources or {i: x.detach().requires_grad_() for i, x in zip(trained, tensors) if i not in rows}
@@ -369,7 +369,7 @@ class Call(_Alone):
                     into = total[i] = torch.zeros_like(rows[i].block) if i not in total else total[i]
                     place = self._rows_of(into, piece.dimension, piece.part, number)
                     place.copy_(piece.block.grad.unflatten(piece.dimension, (piece.part.outer, -1)))
-        _generator(self.device).set_state(now)
+        generator(self.device).set_state(now)
         return [total.get(i) if keeps or i in rows else starts[i].grad for i in trained]
 
     # What the backward pass computes again must be what it was.
@@ -422,13 +422,7 @@ def _sources(results: dict[int, Any], inputs: dict[int, torch.Tensor]) -> Source
     """Return from which inputs results with these nodes are computed. Raises Refused if one is from another. Local."""
     place_of, found = {id(x): i for i, x in inputs.items()}, Sources()
     for number, node in results.items():
-        left, seen = [before for before, _ in node.next_functions], set[Any]()
-        while left:
-            one = left.pop()
-            if one is None or one in seen:
-                continue
-            seen.add(one)
-            left += [before for before, _ in one.next_functions]
+        seen = nodes_below(node)
         if seen & {*results.values()} or [*results.values()].count(node) > 1:
             raise Refused("a result is computed from another one")  # of whose gradient the graph would not know
         reached = {place_of.get(id(getattr(one, "variable", None))) for one in seen}
@@ -453,14 +447,14 @@ def _write(piece: Rows, into: torch.Tensor) -> None:
     into.copy_(own)
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def generator(device: torch.device) -> torch.Generator:
     """Return the one from which torch's functions draw on a device. Local."""
     if device.type != "cuda":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
-def _modes(device: torch.device) -> Any:
+def modes(device: torch.device) -> Any:
     """Return the modes of torch on which a graph's result depends, apart from its inputs. Local."""
     kind = device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -468,7 +462,7 @@ def _modes(device: torch.device) -> Any:
 
 
 @contextlib.contextmanager
-def _in_modes(modes: Any) -> Iterator[None]:
+def in_modes(modes: Any) -> Iterator[None]:
     kind, dtype, has_graph, default = modes
     with contextlib.ExitStack() as undo:
         undo.callback(torch.set_default_dtype, torch.get_default_dtype())

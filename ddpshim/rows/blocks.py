@@ -68,6 +68,7 @@ class State:
         self.factor = 1 if self.is_exact else self.ranks.size  # of gradients inside blocks to a rank's share
         self.num_messages = 0  # how often wholes were gathered, or added up
         self.rows_at_once = None if world is None else world.options.rows_at_once  # of a network's call
+        self.has_graphs = world is not None and world.options.graphs == "on"
         self.mask = own_rows  # returns this rank's rows of a mask that the first argument draws, as of the second
         self.tape: Any = None  # writes down the calls on blocks, if the call of a network is being captured
 

@@ -61,12 +61,14 @@ class Calls:
         self.original: Any = None  # torch's nn.Module.__call__, while it is replaced
         # Called before torch.func, torch.jit or torch.compile computes, inside which no call is seen.
         self.before_wholes: Callable[[], None] = lambda: None
-        choice = os.environ.get(variables.ROWS, "").strip().lower() or "auto"
+        world = current().world  # on one rank, graphs need rows of any call
+        auto = "all" if world is not None and world.world_size == 1 and world.options.graphs == "on" else "auto"
+        choice = os.environ.get(variables.ROWS, "").strip().lower() or auto
         self.least_work = _LEAST_WORK[choice]  # multiplications of a call that is divided
-        world = current().world
         # Of a module, before its calls are captured; -1: from the first one on, as all rows may not fit.
         self.least_operations = _LEAST_OPERATIONS["off" if world is None else world.options.capture]
-        self.least_operations = self.least_operations if world is None or not world.options.rows_at_once else -1
+        if world is not None and (world.options.graphs == "on" or world.options.rows_at_once):
+            self.least_operations = -1 if world.options.rows_at_once else 0
         self._known: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()
 
     def known(self, module: nn.Module) -> Known:
@@ -158,7 +160,7 @@ def _of_rows(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
         known.num_operations += num
         if known.refused:
             counts.refused.setdefault(type(module).__name__, known.refused)
-        elif num < _FEWEST_OPERATIONS and not known.regions:
+        elif num < _FEWEST_OPERATIONS and not known.regions and not current().part(blocks.State).has_graphs:
             known.refused = "it is small"
 
 

@@ -37,12 +37,14 @@ from torch.nn.parameter import is_lazy
 from ddpshim.errors import OptionsError, SyncError
 from ddpshim.model.batchnorm import over_ranks
 from ddpshim.model.guard import GuardState
+from ddpshim.options import Options
 from ddpshim.process.job import current
 from ddpshim.process.random_streams import is_same_state, rank_states, restore_rank_states
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import count
 from ddpshim.rows import at_once, blocks, calls, rules
 from ddpshim.rows.calls import Calls, Known, met_by_rows
+from ddpshim.rows.graphs import Replayer
 from ddpshim.rows.tape import NoMessages, Refused, Results, Tape, are_equal, check_assertion, have_equal_graphs
 from ddpshim.rows.tensor import RULES, Counts, Rows, leaves, mapped, memory_of
 
@@ -88,12 +90,21 @@ def is_supported() -> bool:
     return {_IS_TRACED, torch.compiler.is_compiling} <= {*places[1].tracing_state_functions()}
 
 
-def check_supported() -> None:
-    """Raise OptionsError for a torch that cannot capture, with the option `rows_at_once`. Local."""
-    if not is_supported():
+def check_options(options: Options) -> None:
+    """Raise OptionsError if `rows_at_once` or `graphs` cannot be: both compute what is captured of a network. Local."""
+    asked = [f"rows_at_once={options.rows_at_once}"] if options.rows_at_once is not None else []
+    asked += ["graphs=on"] if options.graphs == "on" else []
+    others = [f"exact={options.exact}"] if options.exact is not None else []
+    others += ["capture=off"] if options.capture == "off" else []
+    if asked and (others or len(asked) > 1):
         raise OptionsError(
-            f"DDPSHIM_ROWS_AT_ONCE with torch {torch.__version__}, which cannot capture what a network computes: all "
-            "rows would be computed at once, in all memory. Use torch 2.8 or later, or leave the option out."
+            f"{' with '.join(asked + others)}: rows_at_once and graphs compute what is captured of a network, one in "
+            "pieces of its own, the other whole. They would do nothing, or not what the other one does. Leave one out."
+        )
+    if asked and not is_supported():
+        raise OptionsError(
+            f"{asked[0]} with torch {torch.__version__}, which cannot capture what a network computes: it would do "
+            "nothing. Use torch 2.8 or later, or leave the option out."
         )
 
 
@@ -336,8 +347,8 @@ class _Graph:
             self._run = self._graph.forward
             return _blocks(outputs)
         self._results = [self._how(x) for x in outputs]
-        self._text, self._known = tape.text(_blocks(outputs))
-        self._run = self._compiled({})
+        self._text, self._known = tape.text(_blocks(outputs), state.has_graphs)
+        self._run = self._compiled({}, graphs=state.has_graphs)
         return _blocks(outputs)
 
     def _replayed(self, given: list[Any], inputs: list[Any], results: Results) -> list[torch.Tensor]:
@@ -346,9 +357,12 @@ class _Graph:
         again = {name: results.again for name, function in self._known.items() if function is over_ranks}
         return self._compiled(again)(*_blocks(inputs))  # type: ignore[no-any-return]
 
-    def _compiled(self, others: dict[str, Any]) -> Any:
+    def _compiled(self, others: dict[str, Any], graphs: bool = False) -> Any:
         known = {**self._known, **others}
         exec(compile(self._text, "<tape>", "exec"), known)
+        if graphs:
+            made = {name: Replayer(self._region.name, x) for name, x in known.items() if name.startswith("segment")}
+            known.update(made)
         return known["run"]
 
 

@@ -173,7 +173,7 @@ def used_by_rows(value: Any) -> Any:
             state = current().part(blocks.State)
             if state.is_exact and not state.is_in_piece:
                 raise Mixed  # its gradient would be added up by rank, not by piece
-            return value if state.is_in_piece else state.call(same, value)
+            return value if state.is_in_piece or state.ranks.size == 1 else state.call(same, value)
         return value
     if type(value) is list or type(value) is tuple:
         return type(value)([used_by_rows(inner) for inner in value])

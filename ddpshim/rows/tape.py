@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -42,8 +43,14 @@ def check_assertion(condition: torch.Tensor, message: str) -> None:
 
 
 class _Variable:
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _Line(NamedTuple):
+    results: list[str]
+    call: str
+    used: dict[str, None]  # names, in order
 
 
 class Tape(TorchFunctionMode):
@@ -52,8 +59,10 @@ class Tape(TorchFunctionMode):
     def __init__(self, inputs: list[Any], results: Results) -> None:
         super().__init__()
         self._inputs, self._known = inputs, results
-        self._calls: list[tuple[Any, Any, Any]] = []
+        self._calls: list[tuple[Any, Any, Any, list[str]]] = []
+        self._between = set[int]()  # calls that may send a message, or that the host waits for
         self._names = {id(x): f"a{i}" for i, x in reversed([*enumerate(inputs)]) if isinstance(x, _T)}
+        self._trained = {f"a{i}" for i, x in enumerate(inputs) if isinstance(x, _T) and x.requires_grad}
         self._kept: list[Any] = []  # alive: an id would be given again
         self._doubt, self._is_paused = "", False
 
@@ -73,55 +82,110 @@ class Tape(TorchFunctionMode):
         """Call a function of ddpshim that is one call of the tape, whatever it computes inside."""
         with replaced(self, "_is_paused", True):
             out = (self._known.again if function is over_ranks else function)(*args)
+        self._between.add(len(self._calls))
         self._write(function, args, {}, out)
         return out
 
     def _write(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = getattr(func, "__name__", "")
-        found = list(out) if isinstance(out, (tuple, list)) else [out]
+        is_several = isinstance(out, (tuple, list))
+        found = list(out) if is_several else [out]
         if found and all(isinstance(x, _T) and x.is_meta for x in found):
             return  # a rule asked for a shape
         returns_none = func in (_T.__setitem__, check_assertion, torch._C._set_grad_enabled)
         if name == "__set__" or not (all(isinstance(x, _T) for x in found) or (returns_none and out is None)):
             self._doubt = self._doubt or f"{name} reads or sets what is no tensor"
         given = mapped(lambda x: self._name(x) if isinstance(x, _T) else x, (args, kwargs))
-        for place, x in enumerate(found):
+        number = len(self._calls)
+        if func is torch._C._set_grad_enabled:
+            self._between.add(number)
+        results = [f"v{number}_{place}" for place in range(len(found))] + [""] if is_several else [f"v{number}"]
+        for name, x in zip(results, found):
             if isinstance(x, _T):
-                of_several = f"[{place}]" if isinstance(out, (tuple, list)) else ""
-                self._names.setdefault(id(x), f"v{len(self._calls)}{of_several}")
+                self._names.setdefault(id(x), name)
                 self._kept.append(x)
-        self._calls.append((func, *given))
+                self._trained.update([name] if x.requires_grad else [])
+        self._calls.append((func, *given, results))
 
     def _name(self, x: torch.Tensor) -> _Variable:
         if id(x) not in self._names:
             self._doubt = self._doubt or "a tensor of unknown origin"
         return _Variable(self._names.get(id(x), ""))
 
-    def text(self, outputs: list[torch.Tensor]) -> tuple[str, dict[str, Any]]:
-        """Return the text of a function `run` of the inputs' blocks, and its globals. Raises Refused."""
-        results = [self._name(x).text for x in outputs]
+    def text(self, outputs: list[torch.Tensor], in_segments: bool) -> tuple[str, dict[str, Any]]:
+        """Return the text of a function `run` of the inputs' blocks, and its globals. Raises Refused.
+
+        In segments: what is between two calls of which a static graph can have none is a function: `segment0` ...
+        """
+        results = [self._name(x).name for x in outputs]
         if self._doubt:
             raise Refused(self._doubt)
+        # Results from which others are computed: the program may ask for their gradients.
+        inner = {x.name for call in self._calls for x in leaves(call[1:3]) if type(x) is _Variable} & {*results}
         known: dict[str, Any] = {}
-        lines: list[str] = []
-        last: dict[str, int] = {}  # the line where a result is used last: it is freed there
-        for number, (func, args, kwargs) in enumerate(self._calls):
+        groups: list[list[_Line]] = [[]]
+        for number, (func, args, kwargs, made) in enumerate(self._calls):
             known[f"f{number}"] = func
             given = [*(_text(x, known) for x in args), *(f"{key}={_text(x, known)}" for key, x in kwargs.items())]
-            lines.append(f"v{number} = f{number}({', '.join(given)})")
-            used = [x.text.partition("[")[0] for x in leaves((args, kwargs)) if type(x) is _Variable]
-            last.update(dict.fromkeys([f"v{number}", *used], number))
-        for name in last.keys() - {name.partition("[")[0] for name in results}:
-            lines[last[name]] += f"; del {name}" if name[0] == "v" else ""
-        inputs = ", ".join(f"a{i}" for i in range(len(self._inputs)))
-        body = "".join(f"    {line}\n" for line in lines)
-        return f"def run({inputs}):\n{body}    return [{', '.join(results)}]\n", known
+            used = dict.fromkeys(x.name for x in leaves((args, kwargs)) if type(x) is _Variable)
+            groups[-1].append(_Line(made, f"f{number}({', '.join(given)})", used))
+            if in_segments and number in self._between:
+                groups += [[groups[-1].pop()], []]
+            elif in_segments and inner & {*made}:
+                groups += [[], []]
+        text, lines = "", groups[0]
+        if in_segments:
+            lines = []
+            for number, group in enumerate(groups):
+                if number % 2 or not group:
+                    lines += group
+                    continue
+                name, own = f"segment{number // 2}", {one for line in group for one in line.results}
+                later = {one for other in groups[number + 1 :] for line in other for one in line.used} | {*results}
+                needed = [one for line in group for one in line.results if one in later]
+                used = dict.fromkeys(one for line in group for one in line.used if one not in own)
+                inputs, given = [*used], [*used]
+                for one in used.keys() & self._trained:
+                    group, aliases = _by_use(group, one)
+                    place = inputs.index(one)
+                    inputs[place : place + 1], given[place : place + 1] = aliases, [one] * len(aliases)
+                text += _function(name, inputs, group, needed)
+                lines.append(_Line([*needed, ""] if needed else [], f"{name}({', '.join(given)})", used))
+        return text + _function("run", [f"a{i}" for i in range(len(self._inputs))], lines, results), known
+
+
+def _by_use(lines: list[_Line], name: str) -> tuple[list[_Line], list[str]]:
+    """Return lines with another name for each use of a tensor; and these names, the last first for autograd. Local.
+
+    Then each use has a gradient of its own, and they are added up in the order in which autograd does without graphs.
+    """
+    found, made, token = list[str](), list[_Line](), re.compile(rf"\b{name}\b")
+    for number, line in enumerate(lines):
+        own = [f"{name}u{number}p{place}" for place in range(len(token.findall(line.call)))]
+        left = iter(own)
+        found += reversed(own)
+        used = {one: None for one in line.used if one != name}
+        made.append(_Line(line.results, token.sub(lambda _: next(left), line.call), used))  # noqa: B023
+    return made, found
+
+
+def _function(name: str, inputs: list[str], lines: list[_Line], results: list[str]) -> str:
+    """Return the text of a function, in which what is not used any more is freed. Local."""
+    last: dict[str, int] = {}  # the line where a result is used last
+    for number, line in enumerate(lines):
+        last.update({name: number for name in (*line.results, *line.used) if name[:1] == "v" and name not in results})
+    text = f"def {name}({', '.join(inputs)}):\n"
+    for number, line in enumerate(lines):
+        freed = [name for name, place in last.items() if place == number]
+        targets = f"{', '.join(line.results)} = " if line.results else ""
+        text += f"    {targets}{line.call}" + f"; del {', '.join(freed)}" * bool(freed) + "\n"
+    return f"{text}    return [{', '.join(results)}]\n"
 
 
 def _text(value: Any, known: dict[str, Any]) -> str:
     """Return an argument as Python's text; what has none is put into `known`. Raises Refused."""
     if type(value) is _Variable:
-        return value.text
+        return value.name
     if type(value) is tuple or type(value) is list:
         inner = ", ".join(_text(x, known) for x in value)
         return f"[{inner}]" if type(value) is list else f"({inner}{',' if len(value) == 1 else ''})"
@@ -164,6 +228,17 @@ def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     of_both = [x.detach().resolve_conj().resolve_neg().contiguous().view(-1) for x in (one, other)]
     return torch.equal(*(x.view(torch.uint8) if x.numel() else x for x in of_both))
+
+
+def nodes_below(node: Any) -> set[Any]:
+    """Return the nodes of autograd from which `node` is computed. Local."""
+    left, seen = [before for before, _ in node.next_functions], set[Any]()
+    while left:
+        one = left.pop()
+        if one is not None and one not in seen:
+            seen.add(one)
+            left += [before for before, _ in one.next_functions]
+    return seen
 
 
 def have_equal_graphs(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -280,7 +280,8 @@ def is_reduced(tensor: torch.Tensor) -> bool:
 def cut(whole: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     """Return this rank's block of `whole`, as part of its graph (its backward pass is collective)."""
     state = current().part(blocks.State)
-    if whole.requires_grad and torch.is_grad_enabled() and not state.is_in_piece and not is_reduced(whole):
+    is_alone = state.is_in_piece or (state.ranks.size == 1 and not state.is_exact)
+    if whole.requires_grad and torch.is_grad_enabled() and not is_alone and not is_reduced(whole):
         made: torch.Tensor = state.call(Scatter.apply, whole, dim, part)
         return made
     return blocks.own(whole, dim, part)
@@ -288,6 +289,9 @@ def cut(whole: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
 
 def gathered(block: torch.Tensor, dim: int, part: Part) -> torch.Tensor:
     """Return the whole of the ranks' blocks, as part of their graph (collective)."""
+    state = current().part(blocks.State)
+    if state.ranks.size == 1 and not state.is_exact:
+        return block.clone()
     if block.requires_grad and torch.is_grad_enabled():
         made: torch.Tensor = GatherBlocks.apply(block, dim, part)  # type: ignore[no-untyped-call]
         return made

@@ -100,7 +100,8 @@ _CODE = re.compile(r"(?ms)^```.*?^```\n")
 # A first cell of a table, the bold beginning of a paragraph, and a command with its comment are nearly headings.
 _ROWS = re.compile(r"(?m)^(?:\| (.+?) \|.*$(?!\n\|-)|(?:- )?\*\*(.+?)\*\*.*|(?:\$ )?([a-z].*? {2,}# .*))")
 _ITEM = re.compile("[,;:] |ddpshim ")
-_WEIGHTS = {"your_trainer": 1.3, "MIGRATION": 0.9, "from_other_guides": 0.7, "README": 0.7, "decisions": 0.3}
+_LESS = "from_other_guides", "README", "one_gpu"
+_WEIGHTS = {"your_trainer": 1.3, "MIGRATION": 0.9, **dict.fromkeys(_LESS, 0.7), "decisions": 0.3}
 
 
 def _docs(arguments: argparse.Namespace) -> int:

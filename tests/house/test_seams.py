@@ -67,6 +67,7 @@ DATA_UTILS = "torch/utils/data/_utils"
 LOADER = "torch/utils/data/dataloader.py"
 MODULE = "torch/nn/modules/module.py, Module.__init__"
 C10D = "torch/distributed/distributed_c10d.py"
+GRAPHS = "same_gradients/test_graphs.py::test_"
 AT_ONCE = "same_gradients/test_at_once.py::"
 SEAMS = [
     Seam(
@@ -75,6 +76,9 @@ SEAMS = [
         f"{AT_ONCE}test_no_product_has_more_rows",
         "torch/csrc/autograd/init.cpp",
     ),
+    Seam("_post_accumulate_grad_hooks", "rows/graphs.py", f"{GRAPHS}bits_are_those", "torch/_tensor.py"),
+    Seam("_schema", "rows/graphs.py", f"{GRAPHS}a_graph_replays", "torch/_ops.py, OpOverload"),
+    Seam("_AutoDispatchBelowAutograd", "rows/graphs.py", f"{GRAPHS}bits_are_those", "torch/csrc/autograd/init.cpp"),
     Seam("_backward_hooks", "rows/at_once.py", f"{AT_ONCE}test_numbers_are_those", "torch/_tensor.py"),
     Seam("_lru_cache_wrapper", "rows/capture.py", f"{AT_ONCE}test_numbers_are_those", "functools.py"),
     Seam("_wrapped_call_impl", "failures/memory.py", f"{AT_ONCE}test_an_error_of_memory_names_the_call", MODULE),

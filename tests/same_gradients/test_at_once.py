@@ -154,11 +154,15 @@ def test_what_needs_all_rows_is_said_once(capsys: pytest.CaptureFixture[str], mo
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("other", [{"exact": 4}, {"capture": "off"}])
+@pytest.mark.parametrize("other", [{"exact": 4}, {"capture": "off"}, {"graphs": "on"}])
 def test_options_that_contradict_it_are_refused(other: Any) -> None:
-    assert Options.read({"DDPSHIM_ROWS_AT_ONCE": "16"}).rows_at_once == 16
-    with pytest.raises(ddpshim.errors.OptionsError, match="rows_at_once with exact, or with capture=off"):
-        Options(rows_at_once=16, **other)
+    options = Options.read({"DDPSHIM_ROWS_AT_ONCE": "16"})
+    assert options.rows_at_once == 16
+    capture.check_options(options)
+    with pytest.raises(
+        ddpshim.errors.OptionsError, match=r"^rows_at_once=16 with .*: rows_at_once and graphs compute what"
+    ):
+        capture.check_options(Options(rows_at_once=16, **other))
 
 
 def test_an_error_of_memory_names_the_call_and_the_option(monkeypatch: pytest.MonkeyPatch) -> None:

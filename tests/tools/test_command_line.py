@@ -282,7 +282,7 @@ QUESTIONS = {
     "scale learning rate": ("your_trainer", "| batch size (total or per GPU), learning rate"),
     "my batch size (64)": ("your_trainer", "| batch size"),
     "batch norm": ("your_trainer", "| BatchNorm"),
-    "OOM": ("options", "Out of memory"),
+    "OOM": ("your_trainer", "not fit"),
     "fine-tuning": ("your_trainer", "fine-tuning"),
     "data-parallel": ("your_trainer", "| DataParallel"),
     "Ctrl-C": ("your_trainer", "| Ctrl-C"),

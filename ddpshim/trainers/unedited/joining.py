@@ -176,11 +176,12 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
             observe(undo, backward=networks.begin_pass, before_step=networks.note_step)
             undo.enter_context(locks.installed())
             undo.enter_context(equal_reads(here))
-        if here.options.rows_at_once is not None:
+        needs_capture = here.options.rows_at_once is not None or here.options.graphs == "on"
+        if needs_capture:
             from ddpshim.rows import capture
 
-            capture.check_supported()
-        if here.world_size > 1 or here.options.exact is not None or here.options.rows_at_once is not None:
+            capture.check_options(here.options)
+        if here.world_size > 1 or here.options.exact is not None or needs_capture:
             undo.enter_context(calls.installed())
         if here.options.exact is not None:
             from ddpshim.rows import pieces

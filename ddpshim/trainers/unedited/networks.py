@@ -51,6 +51,10 @@ def say_what_was_divided() -> None:
     """Print, on the main rank, which share of the operations was computed on rows and replayed, and what gathered."""
     counts = current().part(Counts)
     num = sum(counts.gathered.values())
+    if world().options.graphs == "on":
+        from ddpshim.rows import graphs
+
+        say_on_main(graphs.summary(counts.refused))
     if not world().is_main or counts.on_rows + num < _LEAST_GATHERS:
         return
     most = [
@@ -62,14 +66,15 @@ def say_what_was_divided() -> None:
     refused = "; ".join(f"{name}: {reason}" for name, reason in [*counts.refused.items()][:_NUM_PLACES])
     why = f" ({refused})" if share < 0.5 and refused else ""
     replayed = f", {100 * share:.0f}% of them traced and replayed{why}" if counts.replayed or refused else ""
-    say(f"{percent:.0f}% of tensor operations ran sharded{replayed}{gathered}")
+    if world().world_size > 1:
+        say(f"{percent:.0f}% of tensor operations ran sharded{replayed}{gathered}")
     _say_where_time_went(counts)
     if torch.initial_seed() == current().part(Networks).drawn_seed:
         say(
             "the program does not seed torch (torch.manual_seed): initial weights, sample order and random numbers "
             "differ in each run, in a single process too, and so do losses"
         )
-    elif world().options.exact is None:
+    elif world().options.exact is None and (world().world_size > 1 or world().options.rows_at_once):
         one = "a single process" if world().options.draws == "one_process" else "DDPSHIM_DRAWS=sample on one rank"
         say(
             f"float32 losses agree with {one} to 6-8 digits at first, and to fewer later, because rounding differences "
@@ -86,7 +91,7 @@ def _say_where_time_went(counts: Counts) -> None:
         return
     percent = {part: 100 * seconds / total for part, seconds in found["seconds"].items()}
     spent = f"{percent['data_wait']:.0f}% of it waiting for data"
-    if here.device.type == "cpu":  # a host does not wait for a GPU's messages
+    if here.device.type == "cpu" and here.world_size > 1:  # a host does not wait for a GPU's messages
         spent += f", {percent['message_wait']:.0f}% for other ranks"
     hint = ": fewer ranks may be as fast" * (percent["message_wait"] >= _MUCH)
     if percent["data_wait"] >= _MUCH:
