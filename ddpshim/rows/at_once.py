@@ -372,7 +372,7 @@ class Call(_Alone):
         generator(self.device).set_state(now)
         return [total.get(i) if keeps or i in rows else starts[i].grad for i in trained]
 
-    # What the backward pass computes again must be what it was.
+    # The backward pass computes pieces again: their inputs must not have changed.
     def _check_unchanged(self, places: set[int]) -> None:
         """Raise SyncError if one of these inputs has another value now, so that pieces would differ. Local."""
         now = {i: _block(self._given[i]) for i in places}

@@ -567,7 +567,7 @@ def captured(known: Known, call: Callable[..., Any], module: nn.Module, args: An
 
 
 def _is_lazy(module: nn.Module) -> bool:
-    """Whether parameters are drawn in the next call: Dynamo would put the random streams back. Local."""
+    """Whether the next call draws parameters: Dynamo would undo these draws. Local."""
     return any(map(is_lazy, (*module.parameters(), *module.buffers())))
 
 

@@ -282,7 +282,7 @@ class _Recorded:
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[dict[int, torch.Tensor]]:
-        """Put the buffers and random streams back at the end of the block; yields the buffers' values. Local."""
+        """Restore buffers and RNG states at the end of the block; yields the buffers' values by place. Local."""
         states, before = rank_states(self.device), {i: x.clone() for i, x in self.buffers.items()}
         try:
             yield before
