@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, Union, cast
 
 import torch
 import torch.distributed as dist
@@ -121,14 +121,17 @@ def run_on_main(here: World, function: Callable[..., T], /, *args: Any, **kwargs
     return cast(T, result)
 
 
-def comes(store: Any, rank: int, key: str, end: float) -> Optional[bool]:
+def comes(store: Any, rank: int, key: Union[str, Callable[[], bool]], end: float) -> Optional[bool]:
     """Return whether `rank` sets `key` before `end`; None if the process that serves the store has ended.
 
     Polls, because torch prints a warning if a wait times out.
+
+    Args:
+        key: of the store; or returns whether the rank has done what is waited for.
     """
     pause = FIRST_PAUSE_S
     with contextlib.suppress(RuntimeError, ValueError):
-        while not (store.check([key]) if hasattr(store, "check") else is_there(store, key)):
+        while not (key() if callable(key) else store.check([key]) if hasattr(store, "check") else is_there(store, key)):
             if time.monotonic() > end or (pause > 0.1 and is_there(store, f"watch/left/{rank}")):
                 return False
             time.sleep(pause)
@@ -137,8 +140,8 @@ def comes(store: Any, rank: int, key: str, end: float) -> Optional[bool]:
     return None
 
 
-def main_sets(here: World, key: str, end: float) -> bool:
-    """Return whether the main rank sets `key` of the store before `end`. Raises WorldError if a rank has failed."""
+def main_sets(here: World, key: Union[str, Callable[[], bool]], end: float) -> bool:
+    """Return whether the main rank sets `key` before `end`; see `comes`. Raises WorldError if a rank has failed."""
     store = here._job.store  # torch's own wait would notice neither a failure nor a signal
     while not (came := comes(store, 0, key, min(end, time.monotonic() + 1))):
         first = first_failure()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import datetime
 import itertools
+import mmap
 import os
 import pickle
 import random
 import secrets
+import struct
 import threading
 import time
 import uuid
@@ -28,7 +31,7 @@ from ddpshim.options import Options
 from ddpshim.process.job import Job, current
 from ddpshim.rows.tensor import Counts
 from ddpshim.trainers.unedited import clock
-from ddpshim.trainers.unedited.clock import Clock
+from ddpshim.trainers.unedited.clock import Clock, Readings, shared_readings
 from tests.ranks import run_ranks
 
 
@@ -39,6 +42,12 @@ def worlds(**options: Any) -> list[World]:
         job.store = store
         made.append(World(rank=rank, world_size=2, options=Options(**options), _job=job))
     return made
+
+
+def both_ways() -> list[list[Clock]]:
+    """The clocks of two ranks that ask the store, and of two that share memory."""
+    memory = mmap.mmap(-1, Readings.SIZE)
+    return [[*map(Clock, worlds())], [Clock(world, Readings(memory)) for world in worlds()]]
 
 
 def asked() -> list[Any]:
@@ -61,11 +70,12 @@ def asked() -> list[Any]:
     return found
 
 
-def test_each_rank_is_told_what_the_main_rank_was() -> None:
+@pytest.mark.parametrize("clocks", both_ways(), ids=["store", "memory"])
+def test_each_rank_is_told_what_the_main_rank_was(clocks: list[Clock]) -> None:
     told = []
     with mock.patch.object(builtins, "input", side_effect=["yes", "no", "never", "never"]):
-        for world in worlds():
-            with Clock(world).installed(), mock.patch.object(time, "timezone", 0):
+        for made in clocks:
+            with made.installed(), mock.patch.object(time, "timezone", 0):
                 told.append(asked())
             time.sleep(0.01)
     main, peer = told
@@ -127,9 +137,53 @@ def test_who_is_not_told() -> None:
             time.time()
 
 
+def test_a_line_that_only_the_main_rank_runs_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "_NUM_KEPT", 4)
+    memory = mmap.mmap(-1, 4 * 40)
+    main, peer = Readings(memory), Readings(memory)
+    assert peer.told("train.py:1", 0) is None
+    for number in range(6):
+        main.tell("of_main.py:1", number, struct.pack("<q", -1))
+        main.tell("train.py:1", number, struct.pack("<q", number))
+        assert peer.told("train.py:1", number + 1) is None
+        assert peer.told("train.py:1", number) == struct.pack("<q", number)
+    assert peer.told("of_main.py:1", 5) == struct.pack("<q", -1)
+    assert peer.told("of_main.py:1", 0) is None, "forgotten: it holds as many as the memory"
+
+
+def test_a_loop_that_waits_overtakes_no_rank_that_is_seconds_late() -> None:
+    main, start = Readings(mmap.mmap(-1, Readings.SIZE)), time.monotonic()
+    for number in range(4 * 1024):
+        main.tell("train.py:1", number, b"12345678")
+    assert time.monotonic() - start > 0.3, "2**16 readings take 6 s"
+
+
+def test_what_is_half_written_is_not_read() -> None:
+    memory = mmap.mmap(-1, Readings.SIZE)
+    main, peer = Readings(memory), Readings(memory)
+    main.tell("train.py:1", 0, b"12345678")
+    memory[26] += 1
+    assert peer.told("train.py:1", 0) is None
+    memory[26] -= 1
+    assert peer.told("train.py:1", 0) == b"12345678"
+
+
+def test_a_rank_that_is_too_far_behind_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "_NUM_KEPT", 4)
+    for clocks in both_ways():
+        for made in clocks:
+            with made.installed(), contextlib.ExitStack() as until:
+                if made is clocks[1]:
+                    until.enter_context(pytest.raises(WorldError, match="the main rank ran it more often"))
+                for _ in range(6 if made is clocks[0] else 1):
+                    time.time()
+
+
 def decide() -> Any:
     here, counts = ddpshim.world(), []
-    with Clock(here).installed():
+    readings = shared_readings(here)
+    assert readings is not None
+    with Clock(here, readings).installed():
         here.barrier()
         time.sleep(0.05 * here.rank)
         for _ in range(3):

@@ -14,23 +14,28 @@ import ctypes
 import datetime
 import gc
 import io
+import mmap
 import os
 import posix
 import random
+import struct
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
+import zlib
 from collections.abc import Iterator
 from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import Any, Callable, Optional, TypeVar
 
 from ddpshim.errors import WorldError
-from ddpshim.job.collectives import FIRST_PAUSE_S, main_sets
+from ddpshim.job.collectives import main_sets
 from ddpshim.job.world import World
 from ddpshim.process import messages
 from ddpshim.process.job import current
+from ddpshim.process.job_store import is_there
 from ddpshim.process.replaced import replaced
 from ddpshim.process.users_line import is_pythons
 from ddpshim.rows.tensor import Counts
@@ -39,8 +44,9 @@ from ddpshim.trainers.unedited.private_files import PrivateFiles
 
 T = TypeVar("T")
 
-# Values of each line that stay in the store: a rank may be that many calls behind the main rank.
+# Values of each line that stay in the store, and readings of the clock in memory: as many calls a rank may be behind.
 _NUM_KEPT = 1 << 16
+_NUM_AT_ONCE, _AT_ONCE_S = 1 << 10, 0.1  # readings of the clock, and the time that they take at least
 # Libraries that read the clock for their own purposes (progress bars, loggers, thread pools): not replaced.
 _LIBRARIES = {
     *("ddpshim", "torch", "torchvision", "numpy", "tqdm", "rich", "wandb", "tensorboard", "tensorboardX", "matplotlib"),
@@ -50,18 +56,84 @@ _LIBRARIES = {
 _PASS_ON = {__name__, "uuid", "secrets", "random", "subprocess"}  # call on behalf of their callers
 
 
+class Readings:
+    """The main rank's last readings of its clock, in memory that all ranks map.
+
+    A reading there takes 6 us, through the job's store up to 150 us, and a trainer may read the clock eight times a
+    step. The memory is a ring of slots: number of the reading, line, number of the call from there, time, checksum.
+    """
+
+    SIZE = _NUM_KEPT * 40
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory, self._num, self._since = memory, 0, 0.0
+        self._others: dict[tuple[int, int], bytes] = {}  # readings that this rank has passed, from other lines
+
+    def tell(self, line: str, number: int, value: bytes) -> None:
+        """Note 8 bytes, the main rank's result of its call `number` from `line`."""
+        content = struct.pack("<qqq8s", self._num, _place(line), number, value)
+        struct.pack_into("<32sq", self._memory, self._num % _NUM_KEPT * 40, content, zlib.crc32(content))
+        self._num += 1
+        if self._num % _NUM_AT_ONCE == 0:  # a loop that waits for a time must not overtake ranks that are late for it
+            time.sleep(max(0.0, self._since + _AT_ONCE_S - time.monotonic()))
+            self._since = time.monotonic()
+
+    def told(self, line: str, number: int) -> Optional[bytes]:
+        """Return the main rank's result of its call `number` from `line`; None if it has not made the call.
+
+        Raises LookupError if the result has been overwritten.
+        """
+        asked = _place(line), number
+        while asked not in self._others:
+            content, check = struct.unpack_from("<32sq", self._memory, self._num % _NUM_KEPT * 40)
+            found, *call, value = struct.unpack("<qqq8s", content)
+            if zlib.crc32(content) != check or found < self._num:  # not written, or not completely
+                return None
+            if found > self._num:
+                raise LookupError
+            self._num += 1
+            self._others[call[0], call[1]] = value
+            if len(self._others) > _NUM_KEPT:  # of lines that only the main rank runs
+                del self._others[next(iter(self._others))]
+        return self._others.pop(asked)
+
+
+def _place(line: str) -> int:
+    return zlib.crc32(line.encode("utf-8", "surrogateescape"))
+
+
+def shared_readings(here: World) -> Optional[Readings]:
+    """Return what `Clock` takes; None if ranks do not see the same memory, as on several machines (collective)."""
+    if here.local_world_size < here.world_size:
+        return None
+    with contextlib.ExitStack() as until:
+        name, memory = "", None
+        with contextlib.suppress(OSError):
+            if here.is_main:
+                made = until.enter_context(tempfile.NamedTemporaryFile(prefix="ddpshim-clock-"))
+                made.write(bytes(Readings.SIZE))  # as a later write without room would end the process
+                made.flush()
+                name = made.name
+        name = here.broadcast(name)
+        with contextlib.suppress(OSError), open(name, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), Readings.SIZE)
+        is_seen_by_all = all(here.gather(memory is not None))
+    return Readings(memory) if memory is not None and is_seen_by_all else None
+
+
 class Clock:
     """Replaces Python's clocks, entropy and prompts for calls of the program in its main thread. Local."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, readings: Optional[Readings] = None) -> None:
+        """`readings`: of `shared_readings`; without them, ranks ask the job's store for the time."""
+        self._world, self._readings = world, readings
         self._is_asking = False  # inside a real function, whose own calls of replaced functions must not be shared
         self._numbers: dict[str, int] = {}  # number of the last call from each line
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Within this block, the program's calls use the stand-ins."""
-        seconds = self._of_main(lambda: _time())
+        seconds = self._of_main(lambda: _time(), "<d")
         with contextlib.ExitStack() as undo:
             undo.enter_context(in_place({id(real): made for real, made in self._stand_ins(seconds)}))
             for name, method in (
@@ -87,8 +159,8 @@ class Clock:
                 args, kwargs = args[1:], {**kwargs, keyword: seed()}
             return real(*args, **kwargs)
 
-        of_main: Any = (time.time, time.time_ns, posix.urandom, input)
-        made: list[tuple[Any, Any]] = [(real, self._of_main(real)) for real in of_main]
+        of_main: Any = ((time.time, "<d"), (time.time_ns, "<q"), (posix.urandom, ""), (input, ""))
+        made: list[tuple[Any, Any]] = [(real, self._of_main(real, kind)) for real, kind in of_main]
         made += [(real, partial(at_moment, real, 0, float)) for real in (time.localtime, time.gmtime, time.ctime)]
         made += [
             (real, partial(at_moment, real, at, _localtime)) for real, at in ((time.strftime, 1), (time.asctime, 0))
@@ -100,11 +172,11 @@ class Clock:
             made += [(real, partial(seeded, real, "seed")) for real in (numpy.random.seed, numpy.random.default_rng)]
         return made
 
-    def _of_main(self, real: Callable[..., T]) -> Callable[..., T]:
-        """Return `real` with the main rank's result, for the program."""
+    def _of_main(self, real: Callable[..., T], kind: str = "") -> Callable[..., T]:
+        """Return `real` with the main rank's result, for the program. `kind`: struct's of a result of 8 bytes."""
 
         def instead(line: str, *args: Any, **kwargs: Any) -> T:
-            return self.answers_of_main(line, lambda: real(*args, **kwargs))
+            return self.answers_of_main(line, lambda: real(*args, **kwargs), kind)
 
         return partial(self.call, real, instead)
 
@@ -125,33 +197,45 @@ class Clock:
         is_others = package in _LIBRARIES or file.startswith("<frozen") or is_pythons(file)
         return None if is_others or not current().part(Counts).is_in_lock_step() else f"{file}:{frame.f_lineno}"
 
-    def answers_of_main(self, line: str, ask: Callable[[], T]) -> T:
+    def answers_of_main(self, line: str, ask: Callable[[], T], kind: str = "") -> T:
         """Return the main rank's result of `ask`. Other ranks wait for it.
 
         Raises WorldError if the main rank has not made this call in time, or has made 2**16 more from this line.
         """
         number = self._numbers[line] = self._numbers.get(line, -1) + 1
-        store, key = self._world._job.store, messages.key(f"clock/{line}/{number % _NUM_KEPT}")
+        store, readings = self._world._job.store, self._readings if kind else None
+        key = "" if readings is not None else messages.key(f"clock/{line}/{number % _NUM_KEPT}")
         if self._world.is_main:
             with replaced(self, "_is_asking", True):
                 value = ask()
-            store.set(key, messages.packed([number, value]))
+            if readings is not None:
+                readings.tell(line, number, struct.pack(kind, value))
+            else:
+                store.set(key, messages.packed([number, value]))
             return value
-        patience_s = self._world.options.side_timeout_s
-        end, found, pause = time.monotonic() + patience_s, -1, FIRST_PAUSE_S
-        while main_sets(self._world, key, end):
-            found, received = messages.unpacked(store.get(key), 0)
-            if found == number:
-                return received  # type: ignore[no-any-return]
-            if found > number or time.monotonic() > end:
-                break
-            time.sleep(pause)
-            pause = min(2 * pause, 0.001)
+        found = list[Any]()
+
+        def is_told() -> bool:
+            if readings is not None:
+                told = readings.told(line, number)
+                found[:] = [] if told is None else struct.unpack(kind, told)
+            elif is_there(store, key):
+                its_number, value = messages.unpacked(store.get(key), 0)
+                if its_number > number:
+                    raise LookupError
+                found[:] = [value] if its_number == number else []
+            return bool(found)
+
+        patience_s, did = self._world.options.side_timeout_s, "did not run it, or has left"
+        try:
+            if main_sets(self._world, is_told, time.monotonic() + patience_s):
+                return found[0]  # type: ignore[no-any-return]
+        except LookupError:
+            did = "ran it more often"
         raise WorldError(
             f"rank {self._world.rank} reached {line} (call {number + 1}), which reads the time or random bytes, but "
-            f"the main rank {'ran it more often' if found > number else 'did not run it, or has left'} (waited up to "
-            f"{patience_s:g} s); they would continue with different values. Run this line equally often on every "
-            "rank."
+            f"the main rank {did} (waited up to {patience_s:g} s); they would continue with different values. Run "
+            "this line equally often on every rank."
         )
 
 

@@ -43,7 +43,7 @@ from ddpshim.process.users_line import users_line, warning_at_users_line
 from ddpshim.rows import calls
 from ddpshim.rows.loader import DataLoader
 from ddpshim.rows.tensor import Counts
-from ddpshim.trainers.unedited.clock import Clock, Commands
+from ddpshim.trainers.unedited.clock import Clock, Commands, shared_readings
 from ddpshim.trainers.unedited.file_calls import Locks, in_place
 from ddpshim.trainers.unedited.networks import Networks, say_what_was_divided
 from ddpshim.trainers.unedited.private_files import PrivateFiles, rollouts_on_main
@@ -167,7 +167,7 @@ def _as_one_program(here: World, start: Optional[Start] = None) -> Iterator[None
             make_alike()
             since = time.time() if start is None else start.time
             counts.lock = locks.held
-            files, clock = PrivateFiles(here, since), Clock(here)
+            files, clock = PrivateFiles(here, since), Clock(here, shared_readings(here))
             for part in (files, clock, Commands(clock, files)):
                 undo.enter_context(part.installed())
             _play_rollouts_on_main(here, files, undo)
