@@ -23,14 +23,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from ddpshim.errors import SyncError
 from ddpshim.model.mean_gradients import moved_back, order_in_memory
 from ddpshim.process.job import current
-from ddpshim.process.random_streams import is_same_state, rank_states, restore_rank_states
+from ddpshim.process.random_streams import rank_states, restore_rank_states
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import say_on_main
 from ddpshim.process.users_line import users_line
-from ddpshim.rows import blocks, rules
+from ddpshim.rows import blocks, rules, tape
 from ddpshim.rows.blocks import Part, Ranks
-from ddpshim.rows.tape import NoMessages, Refused, are_equal, check_assertion, have_equal_graphs, nodes_below
-from ddpshim.rows.tensor import Rows, leaves, mapped, memory_of
+from ddpshim.rows.tape import NoMessages, Refused, check_assertion
+from ddpshim.rows.tensor import Rows, mapped, memory_of
 
 _T = torch.Tensor
 _ODD = 0x1E3779B97F4A7C15, 0x3C6EF372FE94F82B  # of a hash, by rows and columns: products and sums wrap around
@@ -102,7 +102,7 @@ class Call(_Alone):
         if fine is None or any(type(x) is Rows and x.part != self.coarse(fine) for x in given):
             raise Refused("its inputs have different rows")
         self._part = fine
-        self._modes, self._before = modes(self.device), generator(self.device).get_state()
+        self._modes, self._before = tape.modes(self.device), tape.generator(self.device).get_state()
         self._given, self._original = [self._kept(x) for x in given], given
         self._seen = dict[int, torch.Tensor]()  # traits, by place
         self._lasts = [type(x) is not Rows and x is y for x, y in zip(self._given, given)]  # also without this call
@@ -140,12 +140,12 @@ class Call(_Alone):
 
     # One piece.
     @contextlib.contextmanager
-    def _computing(self, number: int, tape: _Alone) -> Iterator[None]:
+    def _computing(self, number: int, instead: _Alone) -> Iterator[None]:
         """Within this block, rules compute the rows of a piece, and what needs other rows is refused."""
         size, state = self._ranks.size * self._num, self._state
-        as_rank = {"ranks": self._rank_for(number), "num_pieces": size, "is_in_piece": True, "tape": tape}
+        as_rank = {"ranks": self._rank_for(number), "num_pieces": size, "is_in_piece": True, "tape": instead}
         with contextlib.ExitStack() as undo:
-            for name, value in {**as_rank, "num_messages": NoMessages(), "mask": tape.mask}.items():
+            for name, value in {**as_rank, "num_messages": NoMessages(), "mask": instead.mask}.items():
                 undo.enter_context(replaced(state, name, value))
             yield
 
@@ -159,16 +159,16 @@ class Call(_Alone):
             for number in range(self._num):
                 with replaced(state, "ranks", self._rank_for(number)):
                     bits.append(_packed(blocks.own(whole, rows.dimension, rows.part)))
-            self._masks.append((whole.max(), generator(self.device).get_state(), *bits))
+            self._masks.append((whole.max(), tape.generator(self.device).get_state(), *bits))
         scale, after, *bits = self._masks[self._num_masks]
         self._num_masks += 1
-        generator(self.device).set_state(after)
+        tape.generator(self.device).set_state(after)
         return _unpacked(bits[self._number], rows.block, scale)
 
     def _run(self, number: int, given: list[Any]) -> list[Any]:
         self._num_masks, self._number = 0, number
-        generator(self.device).set_state(self._before)
-        with self._computing(number, self), in_modes(self._modes):
+        tape.generator(self.device).set_state(self._before)
+        with self._computing(number, self), tape.in_modes(self._modes):
             return list(self._graph.forward(*given))
 
     # The graph is proven to be of rows, and what the program's Python computes.
@@ -202,19 +202,13 @@ class Call(_Alone):
             restore_rank_states(before, self.device)
             with self._computing(0, _Alone()), _nothing_saved():
                 out = by_python({id(x): own[i] for i, x in enumerate(self._original) if i in own})
-            now = rank_states(self.device)
-            if not all(is_same_state(now[name], one) for name, one in after.items()):
-                raise Refused("its graph uses other random numbers than its Python")
-            known = {id(x) for x in inputs}
-            seen = [x.block if type(x) is Rows else x for x in leaves(out) if isinstance(x, _T) and id(x) not in known]
-            if not all(any(are_equal(x, y) and have_equal_graphs(x, y) for y in found) for x in seen):
-                raise Refused("its graph differs from its Python")
+            tape.check_as_python("graph", found, out, inputs, rank_states(self.device), after)
             return sources
         finally:
             restore_rank_states(before, self.device)
 
     def _run_as_first(self, given: list[Any]) -> list[Any]:
-        with self._computing(0, _Alone()), _nothing_saved(), in_modes(self._modes):
+        with self._computing(0, _Alone()), _nothing_saved(), tape.in_modes(self._modes):
             return list(self._graph.forward(*given))
 
     def _results_of(self, given: list[Any], outputs: list[Any]) -> list[Any]:
@@ -336,7 +330,7 @@ class Call(_Alone):
         where, trained = [*self._sources], self._trained
         asked = set[int]().union(*(self._sources[i] for i, gradient in zip(where, given) if gradient is not None))
         self._check_unchanged({*self._seen} - {*trained} | asked)
-        keeps, now = torch.is_grad_enabled(), generator(self.device).get_state()
+        keeps, now = torch.is_grad_enabled(), tape.generator(self.device).get_state()
         rows = {i: x for i, x in enumerate(self._given) if type(x) is Rows}
         sources = {i: x.view_as(x) for i, x in zip(trained, tensors)} if keeps else {}
         starts = sources or {i: x.detach().requires_grad_() for i, x in zip(trained, tensors) if i not in rows}
@@ -369,7 +363,7 @@ class Call(_Alone):
                     into = total[i] = torch.zeros_like(rows[i].block) if i not in total else total[i]
                     place = self._rows_of(into, piece.dimension, piece.part, number)
                     place.copy_(piece.block.grad.unflatten(piece.dimension, (piece.part.outer, -1)))
-        generator(self.device).set_state(now)
+        tape.generator(self.device).set_state(now)
         return [total.get(i) if keeps or i in rows else starts[i].grad for i in trained]
 
     # The backward pass computes pieces again: their inputs must not have changed.
@@ -422,7 +416,7 @@ def _sources(results: dict[int, Any], inputs: dict[int, torch.Tensor]) -> Source
     """Return from which inputs results with these nodes are computed. Raises Refused if one is from another. Local."""
     place_of, found = {id(x): i for i, x in inputs.items()}, Sources()
     for number, node in results.items():
-        seen = nodes_below(node)
+        seen = tape.nodes_below(node)
         if seen & {*results.values()} or [*results.values()].count(node) > 1:
             raise Refused("a result is computed from another one")  # of whose gradient the graph would not know
         reached = {place_of.get(id(getattr(one, "variable", None))) for one in seen}
@@ -445,31 +439,6 @@ def _write(piece: Rows, into: torch.Tensor) -> None:
     for dim in [i for i, step in enumerate(into.stride()) if not step]:
         into, own = into.narrow(dim, 0, 1), own.narrow(dim, 0, 1)
     into.copy_(own)
-
-
-def generator(device: torch.device) -> torch.Generator:
-    """Return the one from which torch's functions draw on a device. Local."""
-    if device.type != "cuda":
-        return torch.default_generator
-    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-
-
-def modes(device: torch.device) -> Any:
-    """Return the modes of torch on which a graph's result depends, apart from its inputs. Local."""
-    kind = device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return kind, dtype, torch.is_grad_enabled(), torch.get_default_dtype()
-
-
-@contextlib.contextmanager
-def in_modes(modes: Any) -> Iterator[None]:
-    kind, dtype, has_graph, default = modes
-    with contextlib.ExitStack() as undo:
-        undo.callback(torch.set_default_dtype, torch.get_default_dtype())
-        torch.set_default_dtype(default)
-        undo.enter_context(torch.set_grad_enabled(has_graph))
-        undo.enter_context(torch.autocast(kind, dtype, enabled=dtype is not None))
-        yield
 
 
 def _packed(mask: torch.Tensor) -> torch.Tensor:

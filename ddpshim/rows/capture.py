@@ -39,13 +39,13 @@ from ddpshim.model.batchnorm import over_ranks
 from ddpshim.model.guard import GuardState
 from ddpshim.options import Options
 from ddpshim.process.job import current
-from ddpshim.process.random_streams import is_same_state, rank_states, restore_rank_states
+from ddpshim.process.random_streams import rank_states, restore_rank_states
 from ddpshim.process.replaced import replaced
 from ddpshim.process.say import count
 from ddpshim.rows import at_once, blocks, calls, rules
 from ddpshim.rows.calls import Calls, Known, met_by_rows
 from ddpshim.rows.graphs import Replayer
-from ddpshim.rows.tape import NoMessages, Refused, Results, Tape, are_equal, check_assertion, have_equal_graphs
+from ddpshim.rows.tape import NoMessages, Refused, Results, Tape, are_equal, check_as_python, check_assertion
 from ddpshim.rows.tensor import RULES, Counts, Rows, leaves, mapped, memory_of
 
 _MOST_REGIONS = 8  # of a module: by shapes and types of row tensors
@@ -310,15 +310,9 @@ class _Graph:
             # Hooks of the program's, as of an activation checkpoint, see what its Python saves for the backward pass.
             with replaced(state, "num_messages", NoMessages()), saved_tensors_hooks(lambda x: x, lambda x: x):
                 found = compute(given, inputs, results)
-            now = rank_states(device)
-            if not all(is_same_state(now[name], one) for name, one in after.items()):
-                raise Refused("its replay uses other random numbers than its Python")
             if not all(are_equal(x, y) for x, y in zip(given, inputs) if x is not y):
                 raise Refused("its replay writes other values than its Python")
-            known = {id(x) for x in (*given, *region.rows)}
-            seen = [x.block if type(x) is Rows else x for x in _tensors_in(out) if id(x) not in known]
-            if not seen or not all(any(are_equal(x, y) and have_equal_graphs(x, y) for y in found) for x in seen):
-                raise Refused("its replay differs from its Python")
+            check_as_python("replay", found, out, [*given, *region.rows], rank_states(device), after)
         except Refused as why:
             self._differs(why)
             region.refused = str(why)
@@ -376,17 +370,6 @@ def _may_be_written(x: Any) -> bool:
 
 def _num_writes(x: Any) -> int:
     return x.memory.num_writes if type(x) is Rows else x._version
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of nested containers and objects."""
-    found = []
-    for x in leaves(value):
-        if isinstance(x, _T):
-            found.append(x)
-        elif hasattr(x, "__dict__") and not isinstance(x, (type, nn.Module)):
-            found += [y for y in leaves([*vars(x).values()]) if isinstance(y, _T)]
-    return found
 
 
 def _programs(codes: Any) -> list[types.CodeType]:

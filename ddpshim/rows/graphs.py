@@ -26,10 +26,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ddpshim.errors import SyncError
 from ddpshim.process.job import current
-from ddpshim.process.random_streams import is_same_state, rank_states, restore_rank_states
+from ddpshim.process.random_streams import changed, rank_states, restore_rank_states
 from ddpshim.process.users_line import users_line
-from ddpshim.rows.at_once import generator, in_modes, is_saved_elsewhere, modes
-from ddpshim.rows.tape import are_equal, nodes_below
+from ddpshim.rows.at_once import is_saved_elsewhere
+from ddpshim.rows.tape import are_equal, generator, in_modes, modes, nodes_below
 from ddpshim.rows.tensor import is_reduced, leaves, memory_of
 
 _T = torch.Tensor
@@ -379,7 +379,7 @@ class _Replay(torch.autograd.Function):
             of_both = zip((*results, *recorded.buffers.values()), (*now[0], *now[2]))
             if not all(are_equal(*pair) for pair in of_both):
                 replayer.differs("results")
-            if not all(is_same_state(now[1][name], state) for name, state in after.items()):
+            if changed(now[1], after):
                 replayer.differs("random numbers")
             ctx.own = leaves, results
         replayer.in_flight = weakref.ref(ctx)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from ddpshim.model.batchnorm import over_ranks
+from ddpshim.process.random_streams import changed
 from ddpshim.process.replaced import replaced
 from ddpshim.rows import rules
 from ddpshim.rows.blocks import Part
@@ -230,6 +232,59 @@ def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(x.view(torch.uint8) if x.numel() else x for x in of_both))
 
 
+def check_as_python(
+    name: str, found: list[torch.Tensor], out: Any, given: list[Any], drawn: dict[str, Any], by_python: dict[str, Any]
+) -> None:
+    """Raise Refused unless the tensors in `out`, which the program's Python has returned, are `found`. Local.
+
+    They must be equal bit by bit, and computed by the same functions of autograd; and the states of the random
+    generators must be equal. `given` is what Python may have returned as it was, and `name` is for the text.
+    """
+    if changed(by_python, drawn):
+        raise Refused(f"its {name} uses other random numbers than its Python")
+    known = {id(x) for x in given}
+    seen = [x.block if type(x) is Rows else x for x in _tensors_in(out) if id(x) not in known]
+    if not seen or not all(any(are_equal(x, y) and _have_equal_graphs(x, y) for y in found) for x in seen):
+        raise Refused(f"its {name} differs from its Python")
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of nested containers and objects."""
+    found = []
+    for x in leaves(value):
+        if isinstance(x, _T):
+            found.append(x)
+        elif hasattr(x, "__dict__") and not isinstance(x, (type, torch.nn.Module)):
+            found += [y for y in leaves([*vars(x).values()]) if isinstance(y, _T)]
+    return found
+
+
+def generator(device: torch.device) -> torch.Generator:
+    """Return the one from which torch's functions draw on a device. Local."""
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def modes(device: torch.device) -> Any:
+    """Return the modes of torch on which a graph's result depends, apart from its inputs. Local."""
+    kind = device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return kind, dtype, torch.is_grad_enabled(), torch.get_default_dtype()
+
+
+@contextlib.contextmanager
+def in_modes(modes: Any) -> Iterator[None]:
+    """Within this block, torch is in the modes that `modes` has returned. Local."""
+    kind, dtype, has_graph, default = modes
+    with contextlib.ExitStack() as undo:
+        undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(default)
+        undo.enter_context(torch.set_grad_enabled(has_graph))
+        undo.enter_context(torch.autocast(kind, dtype, enabled=dtype is not None))
+        yield
+
+
 def nodes_below(node: Any) -> set[Any]:
     """Return the nodes of autograd from which `node` is computed. Local."""
     left, seen = [before for before, _ in node.next_functions], set[Any]()
@@ -241,7 +296,7 @@ def nodes_below(node: Any) -> set[Any]:
     return seen
 
 
-def have_equal_graphs(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _have_equal_graphs(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the same functions compute two tensors from the same leaves, so that gradients are equal too. Local."""
     left, seen = [(one.grad_fn, other.grad_fn)], set()
     while left:
