@@ -294,8 +294,9 @@ def _is_for_the_background(num_bytes: int, path: PathLike) -> bool:
 
 
 def _write(copy: io.BytesIO, path: str) -> None:
-    with written(path) as partial, copy.getbuffer() as content:
-        Path(partial).write_bytes(content)
+    # Not Path.write_bytes: a kept error would hold its view of the memory, which the next save resizes.
+    with written(path) as partial, copy.getbuffer() as content, open(partial, "wb") as file:
+        file.write(content)
 
 
 def _copy(source: PathLike, path: PathLike) -> None:

@@ -98,7 +98,6 @@ class Resumable:
         every_s, every_n_steps: the interval between two saves; default: the options `checkpoint_every_s` and
             `checkpoint_every_n_steps`.
         num_kept: how many files to keep; if the newest is damaged, an older one is used. Default: `keep_checkpoints`.
-        before_save: called on every rank before each save, to update `values`; it may be collective.
         before_exit: called on every rank before it exits because of a signal, for example to flush a logger.
 
     Attributes:
@@ -116,7 +115,6 @@ class Resumable:
         every_s: Optional[float] = None,
         every_n_steps: Optional[int] = None,
         num_kept: Optional[int] = None,
-        before_save: Optional[Callable[[], None]] = None,
         before_exit: Optional[Callable[[], None]] = None,
     ) -> None:
         self._world = world()
@@ -128,7 +126,7 @@ class Resumable:
         self.epoch = self.step = 0
         self.values: dict[str, Any] = {}
         self._objects = objects
-        self._before_save, self._before_exit = before_save, before_exit
+        self._before_exit = before_exit
         self._restored: Optional[dict[str, Any]] = None  # a file's content, until all of it is in place
         self._facts: dict[str, Any] = {}
         self._computes_on = None if self._options.exact is None else computes_on(self._world.device)
@@ -286,8 +284,6 @@ class Resumable:
         self._moments.note_save()
         if saves.is_off:
             return
-        if self._before_save is not None:
-            self._before_save()
         for stateful in self._objects.values():
             if isinstance(stateful, Running):
                 stateful.collect()

@@ -184,6 +184,9 @@ def test_an_error_in_the_background_comes_with_the_next_call_once(
     save()
     checkpoint._at_exit()
     assert "could not be written" in str(aborted[0])
+    save()
+    with pytest.raises(CheckpointError, match=text):
+        checkpoint._at_cleanup()
     assert torch.load(path) == "old"
     assert sorted(os.listdir(tmp_path)) == ["a.pth", "big.pth"]
 

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
@@ -231,13 +232,9 @@ class Pair(NamedTuple):
 
 
 def _collate(samples: list[Any]) -> Any:
-    """A batch with a tensor for each sample, one for all, a list, two views of one memory, and a draw."""
+    """A mapping with a tensor for each sample, one for all, a list, two views of one memory, and a draw."""
     x = default_collate([x for x, _ in samples])
-    return {
-        "pair": Pair(x * torch.rand(()), [f"{i}" for _, i in samples]),
-        "sum": x.sum(0),
-        "views": [x[:, 0], x[:, 1]],
-    }
+    return UserDict(pair=Pair(x * torch.rand(()), [f"{i}" for _, i in samples]), sum=x.sum(0), views=[x[:, 0], x[:, 1]])
 
 
 def _fails_at_30(data: Any, i: int) -> Any:
@@ -272,7 +269,8 @@ def _joined(data: Any, indices: Any) -> Any:
 
 
 def _whole(batch: Any) -> list[Any]:
-    return [x.tolist() if isinstance(x, torch.Tensor) else x for x in leaves(batch)]
+    inner = batch.data if isinstance(batch, UserDict) else batch
+    return [x.tolist() if isinstance(x, torch.Tensor) else x for x in leaves(inner)]
 
 
 def _passes(loader: Any, ends: tuple[int, ...] = (99, 99)) -> list[Any]:

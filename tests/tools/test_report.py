@@ -363,7 +363,11 @@ def test_each_rank_writes_its_own_file(tmp_path: Path) -> None:
         assert all(row["seconds"]["compute"] > 0 and row["memory"]["rss"] > 50e6 for row in rows)
     assert [*run.losses("training").values()] == [pytest.approx((a + b) / 2) for a, b in zip(*found)]
     assert [*run.losses("validation").values()] == [2 * loss for loss in run.losses("training").values()]
-    assert [Path(record["path"]).name for record in _kept("checkpoint", tmp_path)] == ["0.pth", "1.pth"]
+    saves = _kept("checkpoint", tmp_path)
+    assert [(Path(save["path"]).name, 0 < save["seconds"] < 600) for save in saves] == [
+        ("0.pth", True),
+        ("1.pth", True),
+    ]
     assert verdict(run).startswith("Finished")
     assert findings(run) == ["No guard failed (10 comparisons of weights and step counts)"]
 
