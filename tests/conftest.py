@@ -48,6 +48,11 @@ LONGEST = [
 ]
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    if not pluginmanager.hasplugin("timeout"):  # of pyproject.toml, which pytest alone does not know
+        parser.addini("timeout", "ignored: it needs pytest-timeout")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # pytest-xdist would start the files with the most tests first
     if getattr(config.option, "numprocesses", None) and SOCKET not in os.environ:

@@ -16,7 +16,7 @@ import pytest
 import bootstrap
 from examples import same_experiment
 from tests.preloaded import preloaded
-from tests.preloaded_commands import commands, patience
+from tests.preloaded_commands import commands, patience, python
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60
@@ -284,3 +284,10 @@ def test_a_second_demo_deletes_nothing_and_without_robomimic_it_says_what_to_do(
     for algorithm, said in (("bc", r"bootstrap\.py demo"), ("diffusion_policy", "DDPSHIM_UPSTREAM")):
         with pytest.raises(SystemExit, match=said):
             same_experiment.released_robomimic(algorithm)
+
+
+def test_pytest_alone_finds_the_tests() -> None:
+    """What `pip install pytest` brings is enough for a first look, without the plugins that bootstrap.py installs."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    alone = ("-m", "pytest", "-q", "-p", "no:timeout", "-p", "no:xdist", "--collect-only", "tests/promises")
+    assert " tests collected" in python(*alone, environ=environ, cwd=ROOT, deadline_s=DEADLINE_S)
